@@ -182,8 +182,7 @@ def shipped_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 @pytest.fixture
 def restored_registries() -> Iterator[None]:
     """Removes the methods and kinds of drafts that a test registers."""
-    from longdraft.drafts.kinds import KINDS
-    from longdraft.methods import METHODS
+    from longdraft.registry import KINDS, METHODS
 
     known = [(table, dict(table)) for table in (METHODS, KINDS)]
     yield

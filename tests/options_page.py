@@ -10,10 +10,8 @@ from dataclasses import asdict
 from functools import partial
 
 from longdraft.cli.method_options import CATALOGUE
-from longdraft.drafts.kinds import KINDS
-from longdraft.engine.method import LookupOptions, Method
-from longdraft.methods import DEFAULT_METHODS, METHODS
-from longdraft.options import Option, Options, declared
+from longdraft.options import LazyImport, Option, Options, declared
+from longdraft.registry import DEFAULT_METHODS, KINDS, METHODS, LookupOptions, Method
 
 PAGE = CATALOGUE.with_name("options.md")
 HEAD = (
@@ -25,7 +23,8 @@ HEAD = (
 def groups_of(method: Method) -> list[type[Options]]:
     """The option dataclasses of a method's drafter, verifier and wrapper."""
     factories = [method.drafter, method.verifier]
-    plain = [factory.func if isinstance(factory, partial) else factory for factory in factories]
+    imported = [factory.target if isinstance(factory, LazyImport) else factory for factory in factories]
+    plain = [factory.func if isinstance(factory, partial) else factory for factory in imported]
     found = [group for factory in plain for group in getattr(factory, "options", ())]
     return found + ([LookupOptions] if method.needs_draft or method.accepts_lookup else [])
 

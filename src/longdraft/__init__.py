@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from longdraft.engine.session import Generation, Session
     from longdraft.engine.stats import Result, Step
     from longdraft.memory.prompt_cache import PromptCache
-    from longdraft.methods import compose, methods, register
     from longdraft.model.checkpoints import LoadedModel
     from longdraft.model.loading import load
+    from longdraft.registry import compose, methods, register
     from longdraft.speculator import Speculator
 
 __version__ = "0.1.0"
@@ -43,8 +43,8 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "engine.request": "Request", "engine.sampler": "Sampling", "engine.session": "Generation Session",
-    "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "methods": "compose methods register",
-    "model.checkpoints": "LoadedModel", "model.loading": "load", "speculator": "Speculator",
+    "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "model.checkpoints": "LoadedModel",
+    "model.loading": "load", "registry": "compose methods register", "speculator": "Speculator",
 }  # fmt: skip
 _MODULES_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():  # imports are faster without garbage collection
         module = import_module(f"longdraft.{_MODULES_BY_NAME[name]}")
-    return module if name == "methods" else getattr(module, name)  # that module is called like its function
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ import dataclasses
 import inspect
 import math
 import operator
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache, cached_property, partial
@@ -188,8 +189,31 @@ def takes(*options_classes: type[Options]) -> Callable[[F], F]:
     return mark
 
 
+class LazyImport:
+    """A function or class that is imported when it is first used.
+
+    Args:
+        path: "module:name".
+        defaults: keyword arguments of every call that does not name them.
+    """
+
+    def __init__(self, path: str, **defaults: Any) -> None:
+        self._path, self._defaults = path, defaults
+
+    @cached_property
+    def target(self) -> Callable[..., Any]:
+        """The function or class, with the defaults."""
+        function: Callable[..., Any] = pkgutil.resolve_name(self._path)
+        return partial(function, **self._defaults) if self._defaults else function
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.target(*arguments, **options)
+
+
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
     """Returns a factory's options by name: those of :func:`takes`, and its keyword parameters with their defaults."""
+    if isinstance(factory, LazyImport):
+        factory = factory.target
     if isinstance(factory, partial):  # its keywords become defaults
         inner, keywords = options_of(factory.func), factory.keywords
         return {name: dataclasses.replace(o, default=keywords.get(name, o.default)) for name, o in inner.items()}

@@ -11,22 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.combined import CombinedDrafter
-from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.shared.suffix_matches import RequestHistory
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafts import hub, shipped
 from longdraft.drafts.draft import Draft
-from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.verifier import Verifier
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
-from longdraft.methods import DEFAULT_DRAFTERS, DEFAULT_METHODS, METHODS, Method, get_method
 from longdraft.model.draft_models import origin_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import listed, unknown_option_error
+from longdraft.registry import DEFAULT_DRAFTERS, DEFAULT_METHODS, KINDS, METHODS, Method, get_method, kind_of
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class Recipe:
 
     @property
     def is_plannable(self) -> bool:
-        """True if the method drafts trees, which a planner can size."""
-        return self.drafting_method.drafter is not NoDrafter
+        """True if the method drafts, so that a planner can size its trees."""
+        return self.drafter().max_nodes > 0
 
     def _select(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.options[name] for name in names if name in self.options}
@@ -117,7 +114,7 @@ def _find_method(name: str | Path | Method | None, options: dict[str, Any]) -> M
         return get_method(name)
     if isinstance(name, str | Path):
         options.setdefault("draft", name)
-        return kind_of(name)
+        return get_method(kind_of(name).name)
     if name is not None:
         raise ValueError(
             f"A method is a name or a draft folder, not {type(name).__name__}. A model is the target: "
@@ -128,7 +125,7 @@ def _find_method(name: str | Path | Method | None, options: dict[str, Any]) -> M
     if isinstance(draft, Draft):
         return get_method(draft.kind)
     options["draft"] = hub.local_folder(draft)
-    return kind_of(options["draft"])
+    return get_method(kind_of(options["draft"]).name)
 
 
 def recipe_for(method: Method | None, options: Mapping[str, Any], runner: TargetRunner, lookup: bool = False) -> Recipe:
@@ -148,8 +145,8 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
     """
     if method is None:
         defaults = _suitable_defaults(options)
-        # Self-drafting is faster than plain decoding only if a planner sizes the drafts, and then ``lookup`` is True.
-        worthwhile = [m for m in defaults if m.drafter is not SelfDrafter or (lookup and m.is_worthwhile(runner))]
+        # ``lookup`` is True if a planner sizes the drafts.
+        worthwhile = [m for m in defaults if m.is_worthwhile is None or (lookup and m.is_worthwhile(runner))]
         method = next((m for m in worthwhile if _has_draft(m, options, runner)), defaults[-1])
         if lookup and "lookup" in method.options:
             options = {"lookup": True, **options}

@@ -24,7 +24,6 @@ from longdraft.integration import decoding
 from longdraft.integration.generate_arguments import CustomGenerateSignature, GenerateArguments
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import METHODS, Method
 from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.execution_model import model_lock
@@ -34,6 +33,7 @@ from longdraft.planning.costs import fraction_reporter
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import PlanChoice, check_plan, is_planned, make_planner
 from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.registry import METHODS, Method
 from longdraft.views.view import parse_dtype
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
 from longdraft.bench.reproduce.scaled import ScaledTable
 from longdraft.errors import RequestError
-from longdraft.methods import METHODS
+from longdraft.registry import METHODS
 
 TABLES = [(paper, table) for paper in PAPERS.values() for table in paper.tables]
 each_table = pytest.mark.parametrize(("paper", "table"), TABLES, ids=lambda x: getattr(x, "name", ""))

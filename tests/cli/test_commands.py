@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import longdraft
-from longdraft.methods import METHODS
+from longdraft.registry import METHODS
 from tests.support.tiny import tiny_tokenizer
 from tests.zoo import tiny_models as zoo
 

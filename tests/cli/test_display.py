@@ -12,7 +12,7 @@ from longdraft.cli.display import TextOutput
 from longdraft.cli.main import main
 from longdraft.cli.progress import ThroughputBar
 from longdraft.engine.streaming import TextDelta
-from longdraft.methods import METHODS
+from longdraft.registry import METHODS
 
 
 class Terminal(io.StringIO):

@@ -11,8 +11,8 @@ import pytest
 from longdraft import Speculator, huge_pages
 from longdraft.cli.method_options import CATALOGUE, DraftOptions, parse_options
 from longdraft.cli.options import ModelOptions
-from longdraft.methods import METHODS
 from longdraft.options import declared
+from longdraft.registry import METHODS
 from longdraft.trees.options import TreeOptions
 from tests.options_page import catalogue
 

@@ -83,7 +83,7 @@ def test_files_and_names_of_the_code_exist(page):
 
 def signature(name: str) -> str:
     """Returns a signature as the page shows it: no annotations, no self, functions and classes as dots."""
-    function = longdraft.methods if name == "longdraft.methods" else pkgutil.resolve_name(name)  # also a module
+    function = pkgutil.resolve_name(name)
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     words, starred = [], False
     for p in parameters:

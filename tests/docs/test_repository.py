@@ -51,9 +51,7 @@ def texts(*folders: str) -> dict[Path, str]:
 # Where a name with an underscore is defined, and where one is used.
 DEFINED = re.compile(r"(?:\bdef |^)(_[a-z]\w*)|\bself\.(_[a-z]\w*)(?=[^=\n(]*?(?:: [^\n]*)? = )", re.MULTILINE)
 USED = re.compile(r"(?:\.|^from longdraft\S* import .*?|setattr\(\w+, \")\b(_[a-z]\w*)", re.MULTILINE)
-PUBLIC = re.compile(
-    rf"^from longdraft\.\S+ import .*\b({'|'.join({*longdraft.__all__} - {'methods'})})\b(?! as)", re.MULTILINE
-)
+PUBLIC = re.compile(rf"^from longdraft\.\S+ import .*\b({'|'.join(longdraft.__all__)})\b(?! as)", re.MULTILINE)
 # Names that torch and transformers have too.
 THEIRS = {"_attn_implementation", "_schema", "_subclasses", "_tokenizer", "_tools"}
 

@@ -20,10 +20,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 
 from longdraft import Speculator
 from longdraft.drafts import draft_folder, packing, tensor_files
-from longdraft.drafts.kinds import kind_of
 from longdraft.drafts.speculators import to_speculators
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.model.runner import TargetRunner
+from longdraft.registry import kind_of
 from tests.support import published
 from tests.support.drafts import (
     edit,

@@ -11,7 +11,7 @@ import torch
 import longdraft
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.methods import METHODS
+from longdraft.registry import METHODS
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model
 

@@ -15,10 +15,10 @@ from longdraft import Speculator, compose, load, register
 from longdraft.cli.main import main
 from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.drafts.kinds import KINDS, Kind
+from longdraft.drafts.kinds import Kind
 from longdraft.errors import CheckpointError
-from longdraft.methods import METHODS
-from longdraft.methods import methods as listed
+from longdraft.registry import KINDS, METHODS
+from longdraft.registry import methods as listed
 from longdraft.training.config import RunConfig
 from tests.support.drafts import random_heads
 from tests.support.tiny import tiny_folder, tiny_model

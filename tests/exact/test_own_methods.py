@@ -14,8 +14,8 @@ from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafters.tokenswift import ReuseDrafter
 from longdraft.engine.specpv import SpecPV, SpecPVOptions
-from longdraft.methods import METHODS
-from longdraft.methods import methods as listed
+from longdraft.registry import METHODS
+from longdraft.registry import methods as listed
 from longdraft.views.view import View
 from tests.support.drafts import small_lm
 from tests.support.tiny import tiny_model

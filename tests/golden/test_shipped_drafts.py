@@ -16,8 +16,8 @@ import pytest
 
 import longdraft
 from longdraft import PromptCache, Result, Speculator
-from longdraft.methods import METHODS
 from longdraft.model.chat import chat_prompt
+from longdraft.registry import METHODS
 from tests.support.slow_marks import slow_except
 
 pytestmark = [

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from longdraft.drafts.kinds import KINDS
+from longdraft.registry import KINDS
 from longdraft.training.config import RunConfig
 from longdraft.training.dataset import TokenDataset, TokenShard
 from longdraft.training.documents import Document

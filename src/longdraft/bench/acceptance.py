@@ -30,9 +30,9 @@ from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.drafts import shipped
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
-from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
+from longdraft.registry import METHODS
 
 FORMAT, VERSION = "longdraft-acceptance", 1
 # Every run computes this many last tokens of the prompt again. Some drafters choose their view of the context by the

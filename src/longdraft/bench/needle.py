@@ -31,11 +31,11 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.verifier import Verifier, VerifyOutput
 from longdraft.errors import PromptError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import get_method
 from longdraft.model.chat import encode
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.registry import get_method
 from longdraft.trees.level import DraftLogits, TreeLevel
 from longdraft.trees.tree import TokenTree
 from longdraft.trees.tree_config import TreeConfig

@@ -44,11 +44,11 @@ from longdraft.bench.tables import (
 from longdraft.bench.ties import first_difference, forward_in_chunks
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.specpv import SpecPV
-from longdraft.methods import get_method
 from longdraft.metrics import tokens_per_second
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.options import whole_number
 from longdraft.recipes import resolve
+from longdraft.registry import get_method
 from longdraft.speculator import Speculator
 from longdraft.views.scorers import SCORERS
 from longdraft.views.view import View, parse_dtype

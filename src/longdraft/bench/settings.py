@@ -12,16 +12,15 @@ from typing import Any
 
 from longdraft.bench.peers import PEERS
 from longdraft.drafts import draft_folder
-from longdraft.drafts.kinds import kind_of
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
-from longdraft.methods import METHODS
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.options import whole_number
 from longdraft.planning import plans
 from longdraft.recipes import resolve
+from longdraft.registry import METHODS, kind_of
 from longdraft.speculator import Speculator
 from longdraft.views.view import parse_dtype
 
@@ -97,7 +96,7 @@ class Settings:
         shared = dict(self.draft_options) if self.takes_draft(name) else {}
         draft = shared.get("draft")
         if isinstance(draft, str | Path) and (draft_folder.is_draft_folder(draft) or is_gguf(draft)):
-            kinds = (kind_of(draft).draft_kind, None)  # None: the method takes drafts of any kind
+            kinds = (kind_of(draft).name, None)  # None: the method takes drafts of any kind
             takers = [contender for contender in self.methods if self.takes_draft(contender)]
             matching = [contender for contender in takers if METHODS[method_name(contender)].draft_kind in kinds]
             if matching and name not in matching:

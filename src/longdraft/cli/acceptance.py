@@ -167,7 +167,7 @@ def _measure(
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
-    from longdraft.drafts.kinds import kind_of
+    from longdraft.registry import kind_of
 
     names = None if methods is None else method_options.split_commas(methods)
     if names is None and draft_options.draft is not None:

@@ -89,8 +89,8 @@ def bench(
     from longdraft.bench.results import bench_header
     from longdraft.bench.run import BatchResult, Bench
     from longdraft.bench.settings import Settings
-    from longdraft.drafts.kinds import kind_of
     from longdraft.model.stored_model import has_stored_weights
+    from longdraft.registry import kind_of
 
     if quick:
         prompt_options = replace(

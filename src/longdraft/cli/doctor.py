@@ -104,7 +104,7 @@ def _check_draft(folder: Path, runner: TargetRunner | None, shipped: bool) -> di
         ``name, shipped, method, parameters, vocabulary, trained_length, fits, reason, remarks``: ``fits`` is None
         without a target, ``reason`` says why the draft cannot be used, ``remarks`` are warnings about it.
     """
-    from longdraft.drafts.kinds import kind_of
+    from longdraft.registry import kind_of
 
     info: dict[str, Any] = dict.fromkeys(
         ("name", "shipped", "method", "parameters", "vocabulary", "trained_length", "fits", "reason", "remarks")

@@ -51,7 +51,7 @@ def export(
 def _export_quantized(draft: Path, out: Path, bits: int) -> None:
     """Writes a draft folder with quantized matrices."""
     from longdraft.drafts.draft import TrainedDraft
-    from longdraft.drafts.kinds import kind_of
+    from longdraft.registry import kind_of
 
     loaded = kind_of(draft).load(draft)
     if not isinstance(loaded, TrainedDraft):
@@ -63,9 +63,9 @@ def _export_quantized(draft: Path, out: Path, bits: int) -> None:
 
 def _export_speculators(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
     """Writes a draft in the layout of speculators, for vLLM. Returns notes for the user."""
-    from longdraft.drafts.kinds import kind_of
     from longdraft.drafts.speculators import to_speculators
     from longdraft.model.shared_parts import causal_lm_class_name
+    from longdraft.registry import kind_of
 
     kind = kind_of(draft)
     if kind.name != "eagle3":

@@ -136,7 +136,7 @@ def parse_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, 
 def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
     """Returns {method: {option name: option}}, and the default methods."""
     if methods_loaded():
-        from longdraft.methods import DEFAULT_METHODS, METHODS
+        from longdraft.registry import DEFAULT_METHODS, METHODS
 
         return {name: method.options for name, method in METHODS.items()}, DEFAULT_METHODS
     content = _read_catalogue()
@@ -147,14 +147,14 @@ def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
 
 
 def methods_loaded() -> bool:
-    """True if longdraft.methods is imported. If it is not imported, no user-defined methods can exist."""
-    return "longdraft.methods" in sys.modules
+    """True if the registry is imported. If it is not, no user-defined methods can exist."""
+    return "longdraft.registry" in sys.modules
 
 
 def train_commands() -> dict[str, str]:
     """Returns {command of ``longdraft train``: its summary}, for the commands that train a draft."""
     if methods_loaded():
-        from longdraft.drafts.kinds import KINDS
+        from longdraft.registry import KINDS
 
         trainings = {kind.name: kind.training for kind in KINDS.values()}
         return {t.command or name: t.summary for name, t in trainings.items() if t is not None}

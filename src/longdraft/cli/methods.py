@@ -12,7 +12,7 @@ from longdraft.bench.tables import new_table
 from longdraft.cli import console, options
 
 if TYPE_CHECKING:
-    from longdraft.methods import Method
+    from longdraft.registry import Method
 
 
 def methods(
@@ -22,8 +22,8 @@ def methods(
     output: options.OutputOptions,
 ) -> None:
     """List the methods, or the options of one. An exact method writes what the model alone would write."""
-    from longdraft.methods import METHODS, get_method
-    from longdraft.methods import methods as method_entries
+    from longdraft.registry import METHODS, get_method
+    from longdraft.registry import methods as method_entries
 
     if name is not None:
         method = get_method(name)

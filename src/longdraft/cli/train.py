@@ -74,7 +74,7 @@ class TrainCommandGroup(_with_settings(_SETTINGS_TITLE, _RUN_CONFIG, TyperGroup)
 
 def _get_training(command: str) -> Training:
     """Returns the training that a command of ``longdraft train`` runs."""
-    from longdraft.drafts.kinds import KINDS
+    from longdraft.registry import KINDS
 
     trainings = {kind.name: kind.training for kind in KINDS.values()}
     return next(t for name, t in trainings.items() if t is not None and command == (t.command or name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.method import Method, register
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
 
@@ -18,6 +17,3 @@ class NoDrafter(Drafter):
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         return [chain_tree(s.output[-1], ()) for s in sequences]
-
-
-register(Method("ar", NoDrafter, "plain decoding, one token a forward"))

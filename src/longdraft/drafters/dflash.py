@@ -30,7 +30,6 @@ from longdraft.drafters.onepass import NUM_CANDIDATES, LevelTopk, OnePassDrafter
 from longdraft.drafters.shared.draft_block import DraftLayer
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask_token
-from longdraft.drafts.kinds import Kind, register
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
@@ -235,14 +234,3 @@ class DFlashDrafter(OnePassDrafter):
         cos, sin = self.bound.rotary(self.cache.positions_for_append(sequence.slot, end - start))
         kv: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
         return kv
-
-
-register(
-    Kind(
-        KIND,
-        DFlashDrafter,
-        "published drafts of DFlash and DSpark: a block of tokens from one forward",
-        "DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147",
-        load=DFlashDraft.load,
-    )
-)

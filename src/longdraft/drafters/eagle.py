@@ -19,10 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft, Eagle3Drafter
+from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafters.shared.draft_block import DraftLayer
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
-from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import norm_before_head
@@ -82,17 +81,3 @@ class EagleDraft(Eagle3Draft):
         block: EagleBlock = super().load_module(runner)
         block.borrow_target_head(runner)
         return block
-
-
-register(
-    Kind(
-        EAGLE,
-        Eagle3Drafter,
-        "published drafts of EAGLE-1 and EAGLE-2: one layer that predicts the model's last hidden states",
-        "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
-        load=EagleDraft.load,
-        training=Training(
-            "longdraft.training.config:EagleConfig", "longdraft.training.eagle:train_eagle", "Train an EAGLE-1 draft"
-        ),
-    )
-)

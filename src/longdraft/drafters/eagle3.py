@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -32,9 +31,6 @@ from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafters.shared.retrieval import RetrievalOptions
 from longdraft.drafts.eagle_draft import EagleDraft as BaseEagleDraft
 from longdraft.drafts.eagle_formats import Eagle3Shape
-from longdraft.drafts.kinds import Kind, Training, register
-from longdraft.engine import method
-from longdraft.engine.method import Method
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
@@ -245,26 +241,3 @@ class Eagle3Drafter(BlockDrafter):
         if self.window is None and max_context is not None and length > max_context:
             consequence = f"{consequence}, or set YaRN in its config.json"
             self.draft.warn_beyond_trained_length(max_context, f"{subject} up to {length}", consequence)
-
-
-register(
-    Kind(
-        "eagle3",
-        Eagle3Drafter,
-        "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
-        "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
-        load=Eagle3Draft.load,
-        training=Training(
-            "longdraft.training.config:Eagle3Config", "longdraft.training.eagle3:train_eagle3", "Train an EAGLE-3 draft"
-        ),
-    )
-)
-method.register(
-    Method(
-        "specextend-eagle3",
-        partial(Eagle3Drafter, retrieval=True),  # with an OPT-Tree
-        "EAGLE-3 on the chunks of a long context that the model attends to, at positions it was trained for",
-        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
-        draft_kind="eagle3",
-    )
-)

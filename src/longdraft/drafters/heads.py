@@ -26,7 +26,6 @@ from longdraft.drafters.shared.fused_level import draft_kernels
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
-from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
@@ -241,20 +240,3 @@ class HeadsDrafter(TreeDrafter):
     def release(self, sequence: Sequence) -> None:
         if self.self_drafter is not None:
             self.self_drafter.release(sequence)
-
-
-register(
-    Kind(
-        "heads",
-        HeadsDrafter,
-        "a few trained heads predict the next tokens from one hidden state of the model, at next to no cost",
-        "Wu et al. 2025, TokenSwift, arXiv:2502.18890; Cai et al. 2024, Medusa, arXiv:2401.10774",
-        load=HeadsDraft.load,
-        training=Training(
-            "longdraft.training.config:HeadsConfig",
-            "longdraft.training.heads:train_heads",
-            "Train chained heads (TokenSwift)",
-        ),
-        in_checkpoint=tokenswift_heads.has_heads,
-    )
-)

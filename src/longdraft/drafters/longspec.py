@@ -27,7 +27,6 @@ from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafters.shared.fused_level import TargetKV
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import HF_NAMES, DraftFolder, read_shape, with_derived_sizes
-from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.tensor_parallel import parallel_linear
@@ -159,19 +158,3 @@ class LongSpecDrafter(BlockDrafter):
     def target_kv(self, slots: SequenceOf[int]) -> TargetKV:
         """Returns keys and values of the target's last layer, and how many entries of each slot can be read."""
         return *self.store.layer(self.store.shape.layers - 1), [self.store.readable_len(slot) for slot in slots]
-
-
-register(
-    Kind(
-        "longspec",
-        LongSpecDrafter,
-        "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
-        "Yang et al. 2025, LongSpec, arXiv:2502.17421",
-        load=LongSpecDraft.load,
-        training=Training(
-            "longdraft.training.config:LongSpecConfig",
-            "longdraft.training.longspec:train_longspec",
-            "Train a LongSpec draft",
-        ),
-    )
-)

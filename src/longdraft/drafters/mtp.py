@@ -26,7 +26,6 @@ from longdraft.drafters.shared.draft_block import ALL, CrossAttend, OutputRows, 
 from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
-from longdraft.drafts.kinds import Kind, register
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import mtp_layer
@@ -171,15 +170,3 @@ class MtpDrafter(Eagle3Drafter):
         if self.window is None and trained_length is not None and store.capacity > trained_length > self.tree.depth:
             self.window = trained_length
         super().bind(runner, store)
-
-
-register(
-    Kind(
-        KIND,
-        MtpDrafter,
-        "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
-        "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
-        load=MtpDraft.load,
-        in_checkpoint=mtp_formats.has_mtp_layer,
-    )
-)

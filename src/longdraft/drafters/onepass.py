@@ -26,7 +26,6 @@ from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_round import DraftRound
 from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
 from longdraft.drafts.formats import check_mask_token
-from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.engine.sequence import Sequence
 from longdraft.model.runner import TargetRunner
 from longdraft.native.boundary import CPU_FLOAT32
@@ -212,22 +211,6 @@ class OnePassDrafter(Eagle3Drafter):
         return super().propose(sequences, limit)
 
 
-register(
-    Kind(
-        KIND,
-        OnePassDrafter,
-        "a trained one-layer draft that proposes all levels of a tree in one forward",
-        "P-EAGLE, arXiv:2602.01469; DSpark, arXiv:2607.05147",
-        load=OnePassDraft.load,
-        training=Training(
-            "longdraft.training.config:OnePassConfig",
-            "longdraft.training.eagle3:train_onepass",
-            "Train a one-pass draft",
-        ),
-    )
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PEagleShape(Eagle3Shape):
     """Sizes of the module, and the id of the mask token. ``slots``: number of levels that one forward predicts."""
@@ -271,14 +254,3 @@ class PEagleDraft(Eagle3Draft):
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)
         check_mask_token(self.shape, runner.shared_parts.head.shape[0], self.folder)
-
-
-register(
-    Kind(
-        PEAGLE,
-        OnePassDrafter,
-        "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
-        "P-EAGLE, arXiv:2602.01469",
-        load=PEagleDraft.load,
-    )
-)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
 from math import log2
 from typing import Any, ClassVar
 
@@ -21,8 +20,6 @@ import torch
 from longdraft.drafters.shared.acceptance_calibrator import AcceptanceCalibrator
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
-from longdraft.engine import method
-from longdraft.engine.method import Method
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import verify_trees
@@ -280,32 +277,3 @@ class SelfDrafter(TreeDrafter):
     def _reset(self, slot: int) -> None:
         self.cache.invalidate(slot)
         self.timer.reset(slot)
-
-
-method.register(
-    Method(
-        "self",
-        SelfDrafter,
-        "the model itself drafts on a part of its KV cache, and verifies on all of it",
-        "Sun et al. 2024, TriForce, arXiv:2404.11912; Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
-        accepts_lookup=True,
-        is_worthwhile=can_draft_quantized,
-    )
-)
-method.register(
-    Method(
-        "quantspec",
-        partial(SelfDrafter, view="all"),
-        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
-        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
-        accepts_lookup=True,
-    )
-)
-method.register(
-    Method(
-        "magicdec",
-        partial(SelfDrafter, view="snapkv"),
-        "the model itself drafts a chain, on a part of its KV cache; for large batches",
-        "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049",
-    )
-)

@@ -20,10 +20,7 @@ import torch
 
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievalDrafter, make_retrieval
-from longdraft.drafts.kinds import Kind, Training, register
 from longdraft.drafts.language_model import BoundLM, SmallLMDraft
-from longdraft.engine import method
-from longdraft.engine.method import Method
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
@@ -267,29 +264,3 @@ class SmallLMRound(LMDraftRound):
         for slot, chain in zip(slots, chains, strict=True):
             self._small_lm.commit(slot, chain)
         return result
-
-
-register(
-    Kind(
-        "small-lm",
-        SmallLMDrafter,
-        "a small language model with the model's vocabulary, on all of the context or on a part of it",
-        "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
-        load=SmallLMDraft.load,
-        training=Training(
-            "longdraft.training.config:LmConfig",
-            "longdraft.training.lm:train_lm",
-            "Train a small language model to draft",
-            "lm",
-        ),
-    )
-)
-method.register(
-    Method(
-        "specextend",
-        partial(SmallLMDrafter, view="retrieval"),  # with an OPT-Tree
-        "a small language model on the chunks of a long context that the model attends to",
-        "Cha et al. 2025, SpecExtend, arXiv:2505.20776",
-        draft_kind="small-lm",
-    )
-)

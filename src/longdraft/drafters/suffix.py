@@ -16,7 +16,6 @@ from typing import Any
 
 from longdraft.drafters.shared.suffix_matches import SEPARATOR, Match, OccurrenceIndex, RequestHistory, SuffixMatches
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.method import Method, register
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.options import Options, option, parse
@@ -251,21 +250,3 @@ class SuffixDrafter(Drafter):
         matches = self._sequence_matches.pop(sequence.index, None)
         if matches is not None and (history := self._history(sequence)) is not None:
             history.add(sequence.prompt[-self.max_n :] + sequence.output)
-
-
-register(
-    Method(
-        "prompt-lookup",
-        SuffixDrafter,
-        "drafts what followed the same tokens before, in prompt or output",
-        "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
-    )
-)
-register(
-    Method(
-        "suffix",
-        SuffixDrafter,
-        "prompt-lookup by the name of its paper; earlier=N also looks up N tokens of earlier requests",
-        "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
-    )
-)

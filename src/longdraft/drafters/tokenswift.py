@@ -19,7 +19,6 @@ from longdraft.drafters.combined import CombinedDrafter
 from longdraft.drafters.heads import HeadOptions, HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import VIEW_SCORERS, SelfDrafter, ViewOptions
 from longdraft.engine.drafter import Drafter
-from longdraft.engine.method import Method, register
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.options import declared, option, parse, takes, whole_number
@@ -161,14 +160,3 @@ def tokenswift(draft: HeadsDraft, **options: Any) -> Drafter:
     heads = HeadsDrafter(draft, self_drafter, **head_options.non_none(), **tree_options.non_none())
     user_k = config.reuse_k if "reuse_k" in options else None
     return TokenSwiftDrafter(ReuseDrafter(config.reuse_n, user_k), heads) if config.reuse else heads
-
-
-register(
-    Method(
-        "tokenswift",
-        tokenswift,
-        "heads after a forward of the model on a part of its KV cache, and phrases of the output",
-        "Wu et al. 2025, TokenSwift, arXiv:2502.18890",
-        draft_kind="heads",
-    )
-)

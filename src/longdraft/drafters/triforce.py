@@ -23,7 +23,6 @@ from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.accept import accept_path, sample_target_tokens
 from longdraft.engine.drafter import Drafter, delegate_to
-from longdraft.engine.method import Method, register
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
@@ -197,14 +196,3 @@ def triforce(draft: SmallLMDraft, **options: Any) -> TriForceDrafter:
     small_lm = SmallLMDrafter(draft, tree="chain", depth=config.drafted, **small_view)
     view_options = {name: getattr(config, name) for name in declared(ViewOptions)}
     return TriForceDrafter(small_lm, SelfDrafter(view="chunks", **view_options), config.depth)
-
-
-register(
-    Method(
-        "triforce",
-        triforce,
-        "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
-        "Sun et al. 2024, TriForce, arXiv:2404.11912",
-        draft_kind="small-lm",
-    )
-)

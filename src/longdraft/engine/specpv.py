@@ -21,7 +21,6 @@ import torch
 
 from longdraft.attention.transfer import to_device
 from longdraft.engine.accept import AcceptedPath
-from longdraft.engine.method import Method, register
 from longdraft.engine.round_result import RoundMode, RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import Verifier, VerifyOutput, verify_trees
@@ -209,14 +208,3 @@ class SpecPV(Verifier):
 def make_specpv(**options: Any) -> SpecPV:
     (values,) = parse("SpecPV", options, SpecPVOptions)
     return SpecPV(values.view(), parse_dtype(values.view_dtype))
-
-
-register(
-    Method(
-        "specpv",
-        None,
-        "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
-        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
-        verifier=make_specpv,
-    )
-)

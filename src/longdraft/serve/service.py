@@ -19,9 +19,9 @@ from longdraft.engine.streaming import REPLACEMENT_CHARACTER
 from longdraft.errors import MemoryBudgetError, RequestError
 from longdraft.memory import memory_info
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.methods import get_method
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
+from longdraft.registry import get_method
 from longdraft.serve import protocol
 from longdraft.serve.choice import Choice
 from longdraft.serve.disk_prompt_cache import DiskPromptCache, create_snapshot_folder

@@ -1,4 +1,4 @@
 """Training of drafts: data, features, losses, a trainer for each kind.
 
-May import: all packages below ``longdraft.methods``.
+May import: all packages below ``longdraft.registry``.
 """

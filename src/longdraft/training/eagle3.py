@@ -33,11 +33,11 @@ from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA, default_feature_layers, scale_rope
-from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
+from longdraft.registry import kind_of
 from longdraft.training.attention import KVPair, attend
 from longdraft.training.config import EVAL_DEPTH, Eagle3Config, OnePassConfig, RunConfig
 from longdraft.training.features import Features, head_rows

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longdraft import Speculator
-from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError
+from longdraft.registry import kind_of
 from tests.support import published
 from tests.support.drafts import edit, published_eagle3
 from tests.support.mtp_models import save_with_mtp

@@ -13,9 +13,9 @@ from huggingface_hub import ModelCard, constants, metadata_load
 from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts import hub, shipped
-from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError
 from longdraft.model.embedded import EMBEDDED_ID
+from longdraft.registry import kind_of
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from longdraft import Speculator
-from longdraft.drafts.kinds import kind_of
 from longdraft.drafts.speculators import to_speculators
+from longdraft.registry import kind_of
 from longdraft.training.config import RunConfig
 from longdraft.training.dataset import split_dataset
 from longdraft.training.documents import Document, SkipCounts

@@ -1,4 +1,4 @@
 """longdraft's drafters inside another engine: vLLM.
 
-May import: all packages of longdraft below ``longdraft.methods``.
+May import: all packages of longdraft below ``longdraft.registry``.
 """

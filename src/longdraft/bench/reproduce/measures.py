@@ -28,12 +28,12 @@ from longdraft.bench.run import BatchResult, Bench
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.settings import REFERENCE, Settings, contender_name
 from longdraft.bench.tables import ratio
-from longdraft.drafts.kinds import KINDS
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.metrics import average
 from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
+from longdraft.registry import KINDS
 
 Prompts = Mapping[str, Sequence[Prompt]]
 """By the name of a column: the column's prompts."""

@@ -10,11 +10,10 @@ from typing import Any
 from longdraft.bench.experiment import Unit
 from longdraft.bench.papers.table import SCALED_OPTIONS, Column, Line, Table
 from longdraft.bench.settings import format_option
-from longdraft.drafts.kinds import KINDS, kind_of
 from longdraft.errors import LongdraftError
-from longdraft.methods import METHODS
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
+from longdraft.registry import KINDS, METHODS, kind_of
 
 UnitResult = Mapping[str, Any]
 """The result of a unit of measurement, as a JSON object."""

@@ -1,0 +1,412 @@
+"""The registry: a table of all methods and kinds of trained drafts.
+
+The table names drafters by "module:name", and a module is imported when its method is first used.
+:mod:`longdraft.recipes` chooses a method for a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from longdraft.drafts import draft_folder, hub, shipped
+from longdraft.drafts.kinds import Kind, Training
+from longdraft.engine.drafter import Drafter
+from longdraft.engine.verifier import Verifier
+from longdraft.errors import CheckpointError, values_checked
+from longdraft.files import reports_file_errors
+from longdraft.model.runner import TargetRunner
+from longdraft.options import LazyImport, Option, Options, checked, declared, find_method, option, options_of
+
+# The drafters that the option ``drafter`` stands for by default. The first one with available weights is used.
+DEFAULT_DRAFTERS = (
+    "eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar",
+)  # fmt: skip
+# Without a method, the first of these that accepts the user's options and is worthwhile on the target is used.
+DEFAULT_METHODS = ("self", "longspec", "prompt-lookup")
+
+
+@dataclass(frozen=True)
+class LookupOptions(Options):
+    """Options of a suffix lookup that proposes tokens in addition to a draft model."""
+
+    lookup: bool = option(False, help="also propose tokens by suffix lookup")
+    earlier: int = option(0, min=0, help="how many tokens of earlier requests that lookup searches")
+
+
+@dataclass(frozen=True)
+class DrafterOption(Options):
+    """The option ``drafter`` of methods without a drafter of their own: the name of another method."""
+
+    drafter: str | None = option(help="method whose drafter it takes", usual="the first whose weights are available")
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A drafter, a verifier and their options, under a name.
+
+    Attributes:
+        name: the name by which users choose the method.
+        drafter: function that builds the drafter from keyword options, and from the folder ``draft`` if the drafter
+            needs trained weights; None: the option ``drafter`` names another method, and that method's drafter is used.
+        summary: what the method does, in the list of methods.
+        paper: the paper's citation, in the list of methods.
+        draft_kind: name of the :class:`~longdraft.drafts.kinds.Kind` of trained draft; None: no draft is needed.
+        verifier: function that builds the verifier from keyword options.
+        accepts_lookup: True if the method accepts ``lookup=true``. Methods with a trained draft always accept it.
+        is_worthwhile: returns whether the method speeds up a target if a planner sizes its trees; None: it is a
+            default without a planner too. Used only for the methods of DEFAULT_METHODS.
+    """
+
+    name: str
+    drafter: Callable[..., Drafter] | None
+    summary: str
+    paper: str = ""
+    _: KW_ONLY
+    draft_kind: str | None = None
+    verifier: Callable[..., Verifier] = Verifier
+    accepts_lookup: bool = False
+    is_worthwhile: Callable[[TargetRunner], bool] | None = None
+
+    @cached_property
+    def exact(self) -> bool:
+        """True if greedy tokens and the sampling distribution equal those of plain decoding."""
+        return self.verifier().exact
+
+    @property
+    def needs_draft(self) -> bool:
+        """True if the method needs trained weights from a draft folder."""
+        return self.draft_kind is not None
+
+    @property
+    def drafter_options(self) -> dict[str, Option]:
+        """The options of the method's own drafter; empty without one."""
+        options = {} if self.drafter is None else options_of(self.drafter)
+        return options | declared(LookupOptions) if self.needs_draft or self.accepts_lookup else options
+
+    @property
+    def verifier_options(self) -> dict[str, Option]:
+        """The options of the verifier."""
+        return options_of(self.verifier)
+
+    @property
+    def drafter_choices(self) -> dict[str, Method]:
+        """The methods that the option ``drafter`` accepts: default drafters, and one method for each kind of draft."""
+        # The main method of a kind of draft has the name of the kind.
+        trained_names = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
+        return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained_names]) if name in METHODS}
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """All options by name."""
+        verifier_options = self.verifier_options
+        if self.drafter is not None:
+            return verifier_options | self.drafter_options
+        drafter_options: dict[str, Option] = {}
+        for m in self.drafter_choices.values():
+            for name, current in m.drafter_options.items():
+                previous = drafter_options.get(name, current)
+                if previous != current:  # the drafters disagree on this option, so the chosen drafter checks the value
+                    current = Option(name, aliases=(*previous.aliases, *current.aliases))
+                drafter_options[name] = current
+        # verifier_options is first for the order in lists, and last to replace drafter options with an equal name.
+        return verifier_options | declared(DrafterOption) | drafter_options | verifier_options
+
+    @property
+    def takes_draft(self) -> bool:
+        """True if the method accepts a draft folder: for its own drafter, or for the drafter that the user chooses."""
+        return "draft" in self.options
+
+    def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Checks options, and returns a dict from their official names to the values.
+
+        Raises:
+            ValueError: the method has no such option, or the option does not accept the value.
+        """
+        return checked(f"Method {self.name}", options, self.options)
+
+
+def _method_of(kind: Kind) -> Method:
+    """Returns the method whose drafter takes a draft of this kind."""
+    return Method(kind.name, kind.drafter, kind.summary, kind.paper, draft_kind=kind.name)
+
+
+_PEAGLE, _DFLASH, _DSPARK = "P-EAGLE, arXiv:2602.01469", "DFlash, arXiv:2602.06036", "DSpark, arXiv:2607.05147"
+_TRIFORCE = "Sun et al. 2024, TriForce, arXiv:2404.11912"
+_MAGICDEC = "Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049"
+_SPECEXTEND = "Cha et al. 2025, SpecExtend, arXiv:2505.20776"
+_TOKENSWIFT = "Wu et al. 2025, TokenSwift, arXiv:2502.18890"
+
+
+def _drafter(path: str, **defaults: Any) -> LazyImport:
+    return LazyImport(f"longdraft.drafters.{path}", **defaults)
+
+
+def _training(config: str, run: str, summary: str, command: str = "") -> Training:
+    return Training(f"longdraft.training.config:{config}", f"longdraft.training.{run}", summary, command)
+
+
+# Lists show this order: exact methods without a draft, exact methods with a draft, approximate methods.
+_BUILT_IN: tuple[Method | Kind, ...] = (
+    Method("ar", _drafter("autoregressive:NoDrafter"), "plain decoding, one token a forward"),
+    Method(
+        "magicdec",
+        _drafter("self_drafter:SelfDrafter", view="snapkv"),
+        "the model itself drafts a chain, on a part of its KV cache; for large batches",
+        _MAGICDEC,
+    ),
+    Method(
+        "prompt-lookup",
+        _drafter("suffix:SuffixDrafter"),
+        "drafts what followed the same tokens before, in prompt or output",
+        "Saxena 2023, prompt lookup decoding; Yang et al. 2023, arXiv:2304.04487",
+    ),
+    Method(
+        "quantspec",
+        _drafter("self_drafter:SelfDrafter", view="all"),
+        "the model itself drafts on all of its KV cache in eight bits, and verifies on it as it is",
+        "after Tiwari et al. 2025, QuantSpec, arXiv:2502.10424",
+        accepts_lookup=True,
+    ),
+    Method(
+        "self",
+        _drafter("self_drafter:SelfDrafter"),
+        "the model itself drafts on a part of its KV cache, and verifies on all of it",
+        f"{_TRIFORCE}; {_MAGICDEC}",
+        accepts_lookup=True,
+        is_worthwhile=_drafter("self_drafter:can_draft_quantized"),
+    ),
+    Method(
+        "suffix",
+        _drafter("suffix:SuffixDrafter"),
+        "prompt-lookup by the name of its paper; earlier=N also looks up N tokens of earlier requests",
+        "Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975",
+    ),
+    Kind(
+        "dflash",
+        _drafter("dflash:DFlashDrafter"),
+        "published drafts of DFlash and DSpark: a block of tokens from one forward",
+        f"{_DFLASH}; {_DSPARK}",
+        load=_drafter("dflash:DFlashDraft.load"),
+    ),
+    Kind(
+        "eagle",
+        _drafter("eagle3:Eagle3Drafter"),
+        "published drafts of EAGLE-1 and EAGLE-2: one layer that predicts the model's last hidden states",
+        "Li et al. 2024, EAGLE, arXiv:2401.15077; EAGLE-2, arXiv:2406.16858",
+        load=_drafter("eagle:EagleDraft.load"),
+        training=_training("EagleConfig", "eagle:train_eagle", "Train an EAGLE-1 draft"),
+    ),
+    Kind(
+        "eagle3",
+        _drafter("eagle3:Eagle3Drafter"),
+        "a trained one-layer draft that reads the model's hidden states; published drafts load as they are",
+        "Li et al. 2025, EAGLE-3, arXiv:2503.01840",
+        load=_drafter("eagle3:Eagle3Draft.load"),
+        training=_training("Eagle3Config", "eagle3:train_eagle3", "Train an EAGLE-3 draft"),
+    ),
+    Kind(
+        "heads",
+        _drafter("heads:HeadsDrafter"),
+        "a few trained heads predict the next tokens from one hidden state of the model, at next to no cost",
+        f"{_TOKENSWIFT}; Cai et al. 2024, Medusa, arXiv:2401.10774",
+        load=_drafter("heads:HeadsDraft.load"),
+        training=_training("HeadsConfig", "heads:train_heads", "Train chained heads (TokenSwift)"),
+        in_checkpoint=LazyImport("longdraft.drafts.tokenswift_heads:has_heads"),
+    ),
+    Kind(
+        "longspec",
+        _drafter("longspec:LongSpecDrafter"),
+        "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
+        "Yang et al. 2025, LongSpec, arXiv:2502.17421",
+        load=_drafter("longspec:LongSpecDraft.load"),
+        training=_training("LongSpecConfig", "longspec:train_longspec", "Train a LongSpec draft"),
+    ),
+    Kind(
+        "mtp",
+        _drafter("mtp:MtpDrafter"),
+        "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
+        "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
+        load=_drafter("mtp:MtpDraft.load"),
+        in_checkpoint=LazyImport("longdraft.drafts.mtp_formats:has_mtp_layer"),
+    ),
+    Kind(
+        "onepass",
+        _drafter("onepass:OnePassDrafter"),
+        "a trained one-layer draft that proposes all levels of a tree in one forward",
+        f"{_PEAGLE}; {_DSPARK}",
+        load=_drafter("onepass:OnePassDraft.load"),
+        training=_training("OnePassConfig", "eagle3:train_onepass", "Train a one-pass draft"),
+    ),
+    Kind(
+        "peagle",
+        _drafter("onepass:OnePassDrafter"),
+        "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
+        _PEAGLE,
+        load=_drafter("onepass:PEagleDraft.load"),
+    ),
+    Kind(
+        "small-lm",
+        _drafter("small_lm:SmallLMDrafter"),
+        "a small language model with the model's vocabulary, on all of the context or on a part of it",
+        "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
+        load=LazyImport("longdraft.drafts.language_model:SmallLMDraft.load"),
+        training=_training("LmConfig", "lm:train_lm", "Train a small language model to draft", "lm"),
+    ),
+    Method(
+        "specextend",
+        _drafter("small_lm:SmallLMDrafter", view="retrieval"),  # with an OPT-Tree
+        "a small language model on the chunks of a long context that the model attends to",
+        _SPECEXTEND,
+        draft_kind="small-lm",
+    ),
+    Method(
+        "specextend-eagle3",
+        _drafter("eagle3:Eagle3Drafter", retrieval=True),  # with an OPT-Tree
+        "EAGLE-3 on the chunks of a long context that the model attends to, at positions it was trained for",
+        _SPECEXTEND,
+        draft_kind="eagle3",
+    ),
+    Method(
+        "tokenswift",
+        _drafter("tokenswift:tokenswift"),
+        "heads after a forward of the model on a part of its KV cache, and phrases of the output",
+        _TOKENSWIFT,
+        draft_kind="heads",
+    ),
+    Method(
+        "triforce",
+        _drafter("triforce:triforce"),
+        "a small language model drafts for the model on a part of its KV cache, which drafts for it on all of it",
+        _TRIFORCE,
+        draft_kind="small-lm",
+    ),
+    Method(
+        "specpv",
+        None,
+        "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
+        "Tan et al. 2025, SpecPV, arXiv:2512.02337",
+        verifier=LazyImport("longdraft.engine.specpv:make_specpv"),
+    ),
+)
+_BUILT_IN_NAMES = frozenset(entry.name for entry in _BUILT_IN)
+KINDS: dict[str, Kind] = {entry.name: entry for entry in _BUILT_IN if isinstance(entry, Kind)}
+METHODS: dict[str, Method] = {
+    entry.name: _method_of(entry) if isinstance(entry, Kind) else entry for entry in _BUILT_IN
+}
+
+
+def get_method(name: str) -> Method:
+    """Returns the method of that name.
+
+    Raises:
+        UnknownMethodError: there is none; the message lists the names.
+    """
+    return find_method(METHODS, name)
+
+
+@reports_file_errors("The draft in", "Copy it again.")
+def kind_of(folder: Path | str) -> Kind:
+    """Returns the kind of the draft in a folder or hub repository.
+    Raises CheckpointError if there is no draft, or a draft of an unknown kind."""
+    folder = hub.local_folder(folder)
+    name = draft_folder.detect_kind(folder)
+    if name in KINDS:
+        return KINDS[name]
+    if not name:
+        raise CheckpointError(f"{folder} holds no draft that longdraft knows: see docs/drafts.md for the formats.")
+    raise CheckpointError(
+        f"{folder} holds a draft for {name!r}, which this version of longdraft does not read: get or train one of "
+        "a format of docs/drafts.md, such as EAGLE-3. If a file of yours registers this kind, add --load FILE."
+    )
+
+
+def methods() -> list[dict[str, Any]]:
+    """Lists all methods, as ``longdraft methods --json`` prints them.
+
+    A method is ``available`` if the user needs no draft folder: it uses no draft, or a draft comes with longdraft.
+    """
+    shipped_kinds = {draft_folder.detect_kind(folder) for folder in shipped.folders()}
+    return [
+        {
+            "name": method.name,
+            "exact": method.exact,
+            "needs_draft": method.needs_draft,
+            "paper": method.paper,
+            "available": not method.needs_draft or method.draft_kind in shipped_kinds,
+        }
+        for method in METHODS.values()
+    ]
+
+
+@values_checked(caught_types=(ValueError, TypeError))
+def compose(
+    name: str,
+    drafter: Callable[..., Drafter],
+    schedule: Callable[..., Verifier] = Verifier,
+    draft: str | None = None,
+    summary: str = "a composition of one's own",
+    paper: str = "",
+) -> Method:
+    """Makes a method from a drafter and a verifier, and registers it in place of an earlier method of the same name.
+
+    Speculator, benchmarks and the command line then accept the method's name, and a planner sizes its trees. The output
+    is exact if the verifier is exact.
+
+    Args:
+        name: the method's name.
+        drafter: builds a new drafter for a run. Its keyword parameters are the method's options.
+        schedule: builds the verifier; default: a verifier that reads the full KV cache. The keyword parameters of
+            ``schedule`` are options of the method too.
+        draft: the registered kind of trained draft that the drafter takes as ``draft``, such as "longspec". The draft
+            is loaded from the folder that the user names, else from the shipped folder that fits the target.
+        summary: what the method does, for the list of methods.
+        paper: the method's paper, for the list of methods.
+
+    Raises:
+        RequestError: the name is taken or not allowed, the kind of draft is unknown, or the drafter's parameters do not
+            match ``draft``.
+    """
+    _check_name(name)
+    if draft is not None and draft not in KINDS:  # listed in the order of METHODS
+        raise ValueError(f"draft must be one of {', '.join(kind for kind in METHODS if kind in KINDS)}, got {draft!r}")
+    drafter_options, verifier_options = options_of(drafter), options_of(schedule)
+    if ("draft" in drafter_options) != (draft is not None):
+        problem = f"takes no `draft`, but {draft} was named" if draft else "takes a `draft`: name its kind with draft="
+        raise ValueError(f"the drafter of {name} {problem}")
+    if duplicates := {*drafter_options} & {*verifier_options}:
+        raise ValueError(f"drafter and schedule of {name} both have an option {', '.join(sorted(duplicates))}")
+    METHODS[name] = Method(name, drafter, summary, paper, draft_kind=draft, verifier=schedule)
+    return METHODS[name]
+
+
+@values_checked(caught_types=(ValueError, TypeError))
+def register(kind: Kind) -> Method:
+    """Registers a kind of trained draft, which is also a method. It replaces an earlier kind of the same name.
+
+    A draft folder of this kind is then accepted wherever a draft is. ``longdraft train`` gets a command for the kind if
+    the kind defines ``training``.
+
+    Raises:
+        RequestError: the name is taken or not allowed, or the drafter has no parameter ``draft``.
+    """
+    if not isinstance(kind, Kind):
+        raise TypeError(f"register takes a Kind, got {kind!r}")
+    _check_name(kind.name)
+    if "draft" not in options_of(kind.drafter):
+        raise ValueError(f"the drafter of {kind.name} takes no `draft`")
+    KINDS[kind.name] = kind
+    METHODS[kind.name] = _method_of(kind)
+    return METHODS[kind.name]
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"a method's name is a string, got {name!r}")
+    if name in _BUILT_IN_NAMES:
+        raise ValueError(f"{name} is a method of longdraft: give yours another name")
+    if not name or any(c in name for c in ":, /="):
+        raise ValueError(f"a method's name has no colon, comma, blank, slash or equals sign, got {name!r}")
