@@ -12,9 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.model import hosting
+from longdraft.model.compat import CACHE_LENGTH_NAMES
 
-# Names of the argument for the number of cached tokens, in transformers 5.24 and in 5.17.
-_CACHE_LENGTH_ARGS = ("cache_length", "past_key_values_length")
 # RoPE's cos and sin.
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LONGROPE = "longrope"
@@ -30,7 +29,7 @@ def patch_position_ids(model: PreTrainedModel) -> None:
     if _takes_argument(model, "position_ids"):
         return
     for module in model.modules():
-        takes_length = any(_takes_argument(module, name) for name in _CACHE_LENGTH_ARGS)
+        takes_length = any(_takes_argument(module, name) for name in CACHE_LENGTH_NAMES)
         if takes_length and _takes_argument(module, "position_ids"):
             module.register_forward_pre_hook(_add_position_ids, with_kwargs=True)
             module.register_forward_hook(_reshape_output)
