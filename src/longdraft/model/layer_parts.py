@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from longdraft.memory.windows import WindowKVCache
 from longdraft.model import hosting
 from longdraft.model.called_functions import is_library_code
 from longdraft.model.layout import KVLocation, decoder_config, layout_of
-from longdraft.model.shared_parts import rotary_module
+from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
 from longdraft.model.skinny_gemm import kernel_weights_of
 from longdraft.native import AttentionMetadata, DecoderLayer
 from longdraft.native.boundary import CPU_FLOAT32
@@ -38,10 +37,6 @@ GEMMA_NORMS = {
 }
 # transformers' names and the kernels' names of norms of each head's queries and keys.
 HEAD_NORMS = ("q_norm", "k_norm")
-# RoPE's cos and sin, each (B, T, rotary dimensions) for B sequences of T tokens.
-CosSin = tuple[torch.Tensor, torch.Tensor]
-# cos and sin of layers without RoPE.
-NO_ROTATION: CosSin = (torch.empty(1, 1, 0, **CPU_FLOAT32), torch.empty(1, 1, 0, **CPU_FLOAT32))
 # LayerKind.rope if one rotary embedding serves all layers.
 SINGLE_ROPE = ""
 
@@ -220,9 +215,8 @@ class LayerKinds(NamedTuple):
             return None
         if not layout.locations or not all(location.writes_kv for location in layout.locations):
             return None
-        by_layer_type = "layer_type" in inspect.signature(rotary.forward).parameters
         layer_types = getattr(hosting.decoder_config(model), "layer_types", None)
-        rope_types = layer_types if by_layer_type else [SINGLE_ROPE] * len(layers)
+        rope_types = layer_types if takes_layer_type(rotary) else [SINGLE_ROPE] * len(layers)
         if rope_types is None or len(rope_types) < len(layers):
             return None
         uses_rope = [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in layers]

@@ -19,7 +19,7 @@ from longdraft.model import external_quant
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_layer_types
-from longdraft.model.positions import rope_parameters, rope_type
+from longdraft.model.rope import rope_parameters, rope_type
 from longdraft.model.stored import StoredWeights, weight_shape
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."

@@ -35,7 +35,7 @@ from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA, default_feature_layers, scale_rope
 from longdraft.drafts.kinds import kind_of
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.attention import KVPair, attend

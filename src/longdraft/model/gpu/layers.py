@@ -19,7 +19,8 @@ from longdraft.attention import custom_ops
 from longdraft.model import hosting
 from longdraft.model.gpu import operators as operators  # defines the operators
 from longdraft.model.gpu.merged_linear import MergedLinear
-from longdraft.model.layer_parts import HEAD_NORMS, LINEAR_NAMES, NO_ROTATION, CosSin, LayerKinds, LayerSpec
+from longdraft.model.layer_parts import HEAD_NORMS, LINEAR_NAMES, LayerKinds, LayerSpec
+from longdraft.model.rope import NO_ROTATION, CosSin
 from longdraft.native.structures import Norm
 
 MAX_HIDDEN = 32768  # the largest row that a program of the norm kernel holds in registers
