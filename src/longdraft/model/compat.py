@@ -1,4 +1,4 @@
-"""Names that differ between the supported versions of transformers, 5.17 to 5.24."""
+"""Names that differ between versions of transformers."""
 
 # A forward's cache, as an argument and in the output: from 5.24 on, in earlier versions, and in earlier Mamba models.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")

@@ -12,7 +12,7 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.store import KVStore
-from longdraft.model.rope import NO_ROTATION, CosSin, depends_on_length, rope_types, rotary_module
+from longdraft.model.rope import NO_ROTATION, CosSin, depends_on_length, rotary_module
 from longdraft.model.runner import TargetRunner
 from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.native import DecoderStack, kernels
@@ -39,7 +39,7 @@ class FusedLM:
     @classmethod
     def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
         """Makes a FusedLM, or returns None if our kernels cannot run the model or its RoPE depends on the length."""
-        if any(map(depends_on_length, rope_types(rotary_module(runner.model)))):
+        if depends_on_length(rotary_module(runner.model)):
             return None
         stack = runner.execution_model.fused.draft_stack
         return None if stack is None else cls(runner, stack)

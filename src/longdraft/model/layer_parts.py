@@ -17,7 +17,7 @@ from longdraft.model import hosting
 from longdraft.model.called_functions import is_library_code
 from longdraft.model.layout import KVLocation, decoder_config, layout_of
 from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
-from longdraft.model.skinny_gemm import kernel_weights_of
+from longdraft.model.skinny_gemm import is_dtensor, kernel_weights_of
 from longdraft.native import AttentionMetadata, DecoderLayer
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.int8_kv import KVTensor
@@ -66,15 +66,18 @@ class LayerSpec(NamedTuple):
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         if attention is None or has_modified_parts(layer):
             return None
+        linears = [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
+        is_gelu = uses_gelu(getattr(mlp, "act_fn", None))
+        if None in linears or is_gelu is None:
+            return None
         attributes = GEMMA_NORMS if hasattr(layer, GEMMA_NORMS["mlp_norm"]) else LLAMA_NORMS
-        modules = {name: getattr(layer, attribute, None) for name, attribute in attributes.items()}
-        modules |= {name: norm for name in HEAD_NORMS if (norm := getattr(attention, name, None)) is not None}
-        norms, is_gelu = norms_of(modules), uses_gelu(getattr(mlp, "act_fn", None))
-        if norms is None or is_gelu is None:
+        norm_modules = {name: getattr(layer, attribute, None) for name, attribute in attributes.items()}
+        norm_modules |= {name: norm for name in HEAD_NORMS if (norm := getattr(attention, name, None)) is not None}
+        if (norms := norms_of(norm_modules)) is None:
             return None
         head_dim = int(getattr(attention, "head_dim", head_dim))
         return cls(
-            [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES],
+            linears,
             *norms,
             is_gelu,
             head_dim,
@@ -130,12 +133,12 @@ def linear_weights_of(modules: Iterable[nn.Module | None]) -> list[LinearWeights
 def norms_of(modules: Mapping[str, nn.Module | None]) -> tuple[dict[str, Norm], float] | None:
     """Returns name -> weight and epsilon of each norm, and the number that the norms add to their weights.
     That is 1 for Gemma's, else 0. Returns None if a norm is missing or lacks weight or epsilon, or if norms differ."""
-    norms, offsets = dict[str, Norm](), set[float]()
-    for name, module in modules.items():
-        norm = norm_of(module)
-        if module is None or norm is None:
-            return None
-        norms[name], (weight, _) = norm, norm
+    norms = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
+    if len(norms) < len(modules):
+        return None
+    offsets = set()
+    for module, (weight, _) in zip(modules.values(), norms.values(), strict=True):
+        assert module is not None
         # RMSNorm of ones gives weight + offset.
         normed = module(weight.new_ones(1, weight.numel()))[0]
         offsets.add(float((normed - weight - 1).abs().sum() < (normed - weight).abs().sum()))
@@ -146,18 +149,20 @@ def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> 
     """Returns the arguments of :class:`DecoderStack` for the final norm and the head, as a dict.
     Returns None if the kernels cannot compute norm and head, or if a user modified a module of the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
-    norms, weights = norms_of({"norm": getattr(decoder, "norm", None)}), kernel_weights_of(head)
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
-    if norms is None or weights is None or any(map(is_modified, modules)):
+    weights = kernel_weights_of(head)
+    if weights is None or any(map(is_modified, modules)):
+        return None
+    if (norms := norms_of({"norm": getattr(decoder, "norm", None)})) is None:
         return None
     softcap = getattr(decoder_config(model), "final_logit_softcapping", None)
     return {"norm": norms[0]["norm"], "head": weights, "norm_weight_offset": norms[1], "softcap": softcap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
-    """Returns weight and epsilon of an RMSNorm; None if the module lacks one of them."""
+    """Returns weight and epsilon of an RMSNorm; None if the module lacks one of them, or the weight is sharded."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+    if not isinstance(weight, torch.Tensor) or is_dtensor(weight) or not isinstance(eps, float):
         return None
     return weight.detach(), eps
 

@@ -52,10 +52,9 @@ def stretch_rope(config: Any, factor: float) -> None:
     """Sets YaRN (Peng et al. 2023) in a model's config, in place. The context gets ``factor`` times the trained length.
     Raises CapabilityError for a config without RoPE, or with another RoPE scaling."""
     rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
-    rope_type = rope.get("rope_type", "one per layer type")
-    if rope_type != "default":
+    if (name := rope.get("rope_type", "one per layer type")) != "default":
         advice = "Leave rope_factor out, or edit rope_parameters in the model's config.json."
-        raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {rope_type!r}. {advice}")
+        raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {name!r}. {advice}")
     trained_length = config.max_position_embeddings
     scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained_length}
     config.rope_parameters = {**rope, **scaling}  # keeps rope_theta
@@ -93,9 +92,9 @@ def rope_types(module: nn.Module | None) -> list[str]:
     return [str(name) for name in (types.values() if isinstance(types, Mapping) else [types])]
 
 
-def depends_on_length(rope_type: str) -> bool:
-    """True if transformers changes the frequencies of this RoPE type at positions beyond the trained length."""
-    return rope_type == LONGROPE or "dynamic" in rope_type
+def depends_on_length(module: nn.Module | None) -> bool:
+    """True if transformers changes a rotary embedding's frequencies at positions beyond the trained length."""
+    return any(name == LONGROPE or "dynamic" in name for name in rope_types(module))
 
 
 def takes_layer_type(rotary: nn.Module) -> bool:
@@ -155,7 +154,7 @@ class RotaryEmbedding:
             ) from error
         self._dtype_sample = torch.empty(1, dtype=dtype, device=device)
         # A draft's window is never longer than the trained length, so it keeps the frequencies at any position.
-        self._keeps_frequencies = depends_on_length(rope_type(parameters))
+        self._keeps_frequencies = depends_on_length(self.module)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin (T, head_dim) at positions (T,), with YaRN's attention factor."""
