@@ -315,8 +315,7 @@ class TargetRunner:
                 self.sync_with_model()
             all_taps = self._with_feature_layers(taps, store)
             # Batches with a fixed order have few sizes, so a graph is captured at the first use of a size.
-            capture_now = fixed_order
-            replayed = self._replay(store, batch, all_taps, fixed_order, capture_now) if logits == "all" else None
+            replayed = self._replay(store, batch, all_taps, fixed_order, fixed_order) if logits == "all" else None
             computed_logits, hidden, queries = replayed or self._compute(store, batch, logits, all_taps, fixed_order)
             out = TargetOutput(None if computed_logits is None else computed_logits.float(), queries=queries)
             store.write_features(hidden, batch)

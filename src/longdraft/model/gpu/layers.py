@@ -21,7 +21,6 @@ from longdraft.model.gpu import operators as operators  # defines the operators
 from longdraft.model.gpu.merged_linear import MergedLinear
 from longdraft.model.layer_parts import HEAD_NORMS, LINEAR_NAMES, LayerKinds, LayerSpec
 from longdraft.model.rope import NO_ROTATION, CosSin
-from longdraft.native.structures import Norm
 
 MAX_HIDDEN = 32768  # the largest row that a program of the norm kernel holds in registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,37 +34,30 @@ def supports(model: PreTrainedModel) -> bool:
 
 
 class FusedLayer(NamedTuple):
-    """Weights and constants of a decoder layer of the Llama kind.
+    """A decoder layer of the Llama kind, with its projections for our kernels."""
 
-    Attributes:
-        attn_norm, mlp_norm: weight (hidden_size,) and epsilon of the norms before the attention and the MLP.
-        qk_norms: weights (head_dim,) of the norms of each head's queries and keys, None without, and their epsilon.
-        qkv, o_proj, gate_up, down_proj: the projections of the attention and of the MLP.
-        scale: the softmax scale.
-    """
-
-    attn_norm: Norm
-    mlp_norm: Norm
-    qk_norms: tuple[torch.Tensor | None, torch.Tensor | None, float]
+    spec: LayerSpec
     qkv: MergedLinear
     o_proj: nn.Linear
     gate_up: MergedLinear
     down_proj: nn.Linear
-    scale: float
 
     def run(self, x: torch.Tensor, cos_sin: CosSin, context: hosting.ForwardContext, kv_layer: int) -> torch.Tensor:
         """Maps x (batch_size, query_len, hidden_size) to the layer's output, a new tensor. ``cos_sin``: two tensors
         (batch_size or 1, query_len, rotary_dim). ``kv_layer`` is the layer's index in the KV store."""
-        batch, (keys, values) = context.batch, context.store.layer(kv_layer)
-        q, k, v = self.qkv(ops.rms_norm(x, *self.attn_norm))
+        batch, norms, (keys, values) = context.batch, self.spec.norms, context.store.layer(kv_layer)
+        (q_norm, _), (k_norm, qk_eps) = (norms.get(name, (None, 0.0)) for name in HEAD_NORMS)
+        q, k, v = self.qkv(ops.rms_norm(x, *norms["norm"]))
         write_starts = batch.write_starts_t  # not None in CUDA graphs
         kv_location = (batch.prefix_lens_t, batch.tree_offset) if write_starts is None else (write_starts, 0)
-        queries = ops.rope_and_write_kv(*(q, k, v, *cos_sin, *self.qk_norms, keys, values, batch.slots_t, *kv_location))
+        queries = ops.rope_and_write_kv(
+            *(q, k, v, *cos_sin, q_norm, k_norm, qk_eps, keys, values, batch.slots_t, *kv_location)
+        )
         if kv_layer in context.query_layers:
             context.queries[kv_layer] = queries
         context.num_attention_calls += 1
-        attn_out = context.attend(queries, keys, values, batch, self.scale).transpose(1, 2).flatten(2)
-        residual, normed = ops.add_rms_norm(x, _linear(self.o_proj, attn_out), *self.mlp_norm)
+        attn_out = context.attend(queries, keys, values, batch, self.spec.scale).transpose(1, 2).flatten(2)
+        residual, normed = ops.add_rms_norm(x, _linear(self.o_proj, attn_out), *norms["mlp_norm"])
         gate, up = self.gate_up(normed)
         return residual + _linear(self.down_proj, ops.silu_and_mul(gate, up))
 
@@ -96,17 +88,7 @@ def fused_layer_of(layer: nn.Module, head_dim: int) -> FusedLayer | None:
         return None
     if len({eps for _, eps in qk_norms}) > 1 or any(weight.shape != (spec.head_dim,) for weight, _ in qk_norms):
         return None
-    q_norm, k_norm = (weight for weight, _ in qk_norms) if qk_norms else (None, None)
-    return FusedLayer(
-        attn_norm=spec.norms["norm"],
-        mlp_norm=spec.norms["mlp_norm"],
-        qk_norms=(q_norm, k_norm, qk_norms[0][1] if qk_norms else 0.0),
-        qkv=MergedLinear(linears[:3]),
-        o_proj=linears[3],
-        gate_up=MergedLinear(linears[4:6]),
-        down_proj=linears[6],
-        scale=spec.scale,
-    )
+    return FusedLayer(spec, MergedLinear(linears[:3]), linears[3], MergedLinear(linears[4:6]), linears[6])
 
 
 class FusedLayerForward:
