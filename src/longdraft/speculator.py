@@ -28,6 +28,7 @@ from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.execution_model import model_lock
 from longdraft.model.runner import TargetRunner
+from longdraft.model.user_code import reason_against_drafts
 from longdraft.options import whole_number
 from longdraft.planning.costs import fraction_reporter
 from longdraft.planning.planner import Planner
@@ -214,7 +215,7 @@ class Speculator:
             UnsupportedModelError: hooks rule out drafts, and the user named a method that drafts.
         """
         recipe = self.recipe(runner)
-        if not recipe.drafter().max_nodes or (reason := support.reason_against_drafts(runner)) is None:
+        if not recipe.drafter().max_nodes or (reason := reason_against_drafts(runner)) is None:
             return recipe
         if self._method is not None:
             raise UnsupportedModelError(reason)

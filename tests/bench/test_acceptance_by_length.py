@@ -22,7 +22,7 @@ from longdraft.bench.acceptance import (
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import prompts_of_length
 from longdraft.bench.settings import Settings
-from longdraft.model.checkpoints import stretch_rope
+from longdraft.model.rope import stretch_rope
 from longdraft.model.runner import TargetRunner
 from tests.support.drafts import random_draft, random_eagle3, small_lm
 from tests.support.tiny import tiny_model, tiny_tokenizer

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
 from longdraft.drafters.onepass import NUM_CANDIDATES
-from longdraft.model.rotary import RotaryEmbedding
+from longdraft.model.rope import RotaryEmbedding
 from longdraft.native import kernels
 from tests.support import definitions as said
 from tests.support import published

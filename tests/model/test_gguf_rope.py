@@ -10,7 +10,7 @@ import torch
 import longdraft
 from longdraft import load
 from longdraft.errors import CapabilityError
-from longdraft.model.shared_parts import rotary_module
+from longdraft.model.rope import rotary_module
 from tests.support.gguf_files import write_gguf
 from tests.support.slow_marks import rotate_pairs
 

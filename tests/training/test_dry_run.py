@@ -19,7 +19,7 @@ from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.errors import ConfigError
 from longdraft.model import shared_parts
-from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.training.config import read_config
 from longdraft.training.dry_run import GPUS, estimate
 from longdraft.training.eagle3 import Eagle3Trainer

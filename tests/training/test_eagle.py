@@ -10,7 +10,7 @@ from longdraft import Speculator, load
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EagleShape
 from longdraft.errors import ConfigError
-from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import norm_before_head
 from longdraft.training.config import EagleConfig

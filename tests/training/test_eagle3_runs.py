@@ -16,7 +16,7 @@ from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.rotary import make_rope_parameters
+from longdraft.model.rope import make_rope_parameters
 from longdraft.training.config import EVAL_DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainer
 from longdraft.training.session import TrainingSession as Training

@@ -14,7 +14,7 @@ from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model import small_llama
-from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig
 from longdraft.training.eagle3 import Eagle3Trainer, OnePassTrainer

@@ -34,7 +34,7 @@ from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.key_rotation import apply_rotary
+from longdraft.model.rope import apply_rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
 from longdraft.trees.options import TreeOptions

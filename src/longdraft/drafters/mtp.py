@@ -29,6 +29,7 @@ from longdraft.drafts.draft import Draft
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import mtp_layer
+from longdraft.model.rope import original_context_length
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix
 from longdraft.options import Options
@@ -166,7 +167,7 @@ class MtpDrafter(Eagle3Drafter):
         return KVShape(1, keys.shape[0], keys.shape[2], runner.kv_shape.dtype)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        trained_length = mtp_layer.original_context_length(runner.model)  # before RoPE was scaled; None: it was not
+        trained_length = original_context_length(runner.model)  # before RoPE was scaled; None: it was not
         if self.window is None and trained_length is not None and store.capacity > trained_length > self.tree.depth:
             self.window = trained_length
         super().bind(runner, store)

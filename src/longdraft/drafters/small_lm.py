@@ -26,8 +26,8 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.key_rotation import KeyRotation
+from longdraft.model.rope import rotary_module
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import rotary_module
 from longdraft.options import option, parse
 from longdraft.trees.level import TreeLevel, topk_logprobs
 from longdraft.trees.options import TreeOptions

@@ -13,7 +13,7 @@ from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.draft_folder import D2T, DraftFolder
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.rotary import RotaryEmbedding
+from longdraft.model.rope import RotaryEmbedding
 from longdraft.model.runner import TargetRunner
 
 BoundT = TypeVar("BoundT")

@@ -9,7 +9,8 @@ import torch
 from transformers.generation import GenerationMode
 
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.integration.generate_arguments import CACHE_KEYWORDS, GenerateArguments, find_cache
+from longdraft.integration.generate_arguments import GenerateArguments, find_cache
+from longdraft.model.compat import CACHE_NAMES
 from longdraft.model.layout import KVLayout
 
 _SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -26,7 +27,7 @@ _TOKEN_TYPE_KEYWORDS = ("token_type_ids", "mm_token_type_ids")
 _MEDIA = re.compile("pixel|image|video|audio|input_features|mm_")
 # Keywords of a forward that do not affect the tokens, or that are checked below.
 _ACCEPTED_KEYWORDS = (
-    *CACHE_KEYWORDS, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
+    *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep",
     "inputs_embeds", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-# Keywords for a forward's cache: in transformers from 5.24 on, in earlier versions, and in earlier Mamba models.
-CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
+from longdraft.model.compat import CACHE_NAMES
+
 # Maximum number of frames of `inspect` between `generate` and the descriptor.
 _MAX_INSPECT_FRAMES = 16
 
@@ -42,8 +42,8 @@ class GenerateArguments:
 
 
 def find_cache(keywords: dict[str, Any]) -> Any:
-    """Returns the cache among a forward's keywords, under any of :data:`CACHE_KEYWORDS`; None if there is none."""
-    return next((cache for name in CACHE_KEYWORDS if (cache := keywords.get(name)) is not None), None)
+    """Returns the cache among a forward's keywords, under any of :data:`CACHE_NAMES`; None if there is none."""
+    return next((cache for name in CACHE_NAMES if (cache := keywords.get(name)) is not None), None)
 
 
 class CustomGenerateSignature(inspect.Signature):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +27,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CheckpointError
 from longdraft.files import (
     MAX_TEXT_BYTES,
     check_numbers,
@@ -39,6 +39,7 @@ from longdraft.files import (
 )
 from longdraft.model.eos_tokens import config_eos_ids, eos_ids
 from longdraft.model.external_quant import is_externally_quantized
+from longdraft.model.rope import stretch_rope
 
 Progress = Callable[[str], None]  # called with one line of text before each step that takes seconds
 DType: TypeAlias = str | torch.dtype  # of from_pretrained: "auto", or a dtype or its name
@@ -81,7 +82,7 @@ def read_checkpoint(
     Args:
         name: a folder or hub id.
         dtype: dtype of the weights; "auto" takes the checkpoint's.
-        rope_factor: YaRN's factor (:func:`stretch_rope`); None leaves RoPE unchanged.
+        rope_factor: YaRN's factor (:func:`.rope.stretch_rope`); None leaves RoPE unchanged.
         failure: beginning of the CheckpointError's message, what failed.
         remedy: end of the CheckpointError's message, what to do.
         use_safetensors: True reads safetensors, False .bin files, None what there is.
@@ -188,18 +189,12 @@ def check_gguf(file: Path) -> None:
         )
 
 
-def stretch_rope(config: Any, factor: float) -> None:
-    """Sets YaRN (arXiv 2309.00071) in a model's config, in place. The context gets ``factor`` times the trained length.
-    Raises CapabilityError for a config without RoPE, or with another RoPE scaling."""
-    rope = getattr(config, "rope_parameters", None) or {"rope_type": "none"}
-    rope_type = rope.get("rope_type", "one per layer type")
-    if rope_type != "default":
-        advice = "Leave rope_factor out, or edit rope_parameters in the model's config.json."
-        raise CapabilityError(f"rope_factor needs plain RoPE; this model's is {rope_type!r}. {advice}")
-    trained_length = config.max_position_embeddings
-    scaling = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": trained_length}
-    config.rope_parameters = {**rope, **scaling}  # keeps rope_theta
-    config.max_position_embeddings = int(trained_length * factor)
+def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults.
+    Raises ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
+    return completed
 
 
 @contextmanager

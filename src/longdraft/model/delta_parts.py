@@ -11,7 +11,15 @@ from torch import nn
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.recurrent import RecurrentLayerState
 from longdraft.model.hosting import ForwardContext
-from longdraft.model.layer_parts import has_unmodified_parts, linear_weights_of, norm_weight_offset, norms_of, uses_gelu
+from longdraft.model.layer_parts import (
+    LINEAR_NAMES,
+    LLAMA_NORMS,
+    has_modified_parts,
+    linear_weights_of,
+    norm_of,
+    norms_of,
+    uses_gelu,
+)
 from longdraft.model.model_copy import names_in_forward
 from longdraft.model.recurrent import recurrent_states
 from longdraft.model.stored import ArrangedLinear
@@ -20,36 +28,32 @@ from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.delta import DeltaNetBatch, DeltaNetDims, DeltaNetSequence, GatedDeltaNetLayer
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder
 
-# transformers' names of linear layers, in the order of :class:`GatedDeltaNetLayer`, which has out_proj between the two.
+# The mixer's linear layers in the order of :class:`GatedDeltaNetLayer`, where out_proj and the MLP's follow.
 _MIXER_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Name of a norm in :class:`GatedDeltaNetLayer` -> transformers' name.
-_NORM_NAMES = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 def kernel_delta_layer(layer: nn.Module) -> GatedDeltaNetLayer | None:
     """Converts a decoder layer like Qwen3.5's for the kernels. Returns None if the kernels cannot compute the layer."""
     mixer, mlp = getattr(layer, "linear_attn", None), getattr(layer, "mlp", None)
     convolution = getattr(mixer, "conv1d", None)
-    if mixer is None or not isinstance(convolution, nn.Conv1d) or not has_unmodified_parts(layer, mixer):
+    if mixer is None or not isinstance(convolution, nn.Conv1d) or has_modified_parts(layer, mixer):
         return None
     out_proj, head_order = _split_head_order(getattr(mixer, "out_proj", None), int(mixer.head_v_dim))
-    mlp_linears = [getattr(mlp, name, None) for name in _MLP_PROJECTIONS]
+    mlp_linears = [getattr(mlp, name, None) for name in LINEAR_NAMES[4:]]
     projections = linear_weights_of([*(getattr(mixer, n, None) for n in _MIXER_PROJECTIONS), out_proj, *mlp_linears])
-    layer_norms = {name: getattr(layer, attribute, None) for name, attribute in _NORM_NAMES.items()}
-    norms = norms_of(layer_norms | {"out_norm": getattr(mixer, "norm", None)})
-    is_gelu = uses_gelu(getattr(mlp, "act_fn", None))
-    weight_offset = None if norms is None else norm_weight_offset(layer_norms.values())
-    if projections is None or norms is None or is_gelu is None or weight_offset is None:
+    norms = norms_of({name: getattr(layer, attribute, None) for name, attribute in LLAMA_NORMS.items()})
+    out_norm, is_gelu = norm_of(getattr(mixer, "norm", None)), uses_gelu(getattr(mlp, "act_fn", None))
+    if projections is None or norms is None or out_norm is None or is_gelu is None:
         return None
-    num_v_heads, value_dim = mixer.A_log.shape[0], norms["out_norm"][0].shape[0]
+    layer_norms, weight_offset = norms
+    num_v_heads, value_dim = mixer.A_log.shape[0], out_norm[0].shape[0]
     qk_size, key_dim = projections[0][0].shape[0] - num_v_heads * value_dim, int(mixer.head_k_dim)
     num_k_heads = qk_size // (2 * key_dim)  # in_proj_qkv has the outputs q, k and v
     # Some versions of transformers repeat queries and keys for all value heads, and cache the repeated ones.
     repeats_keys = "repeat_interleave" in names_in_forward(mixer)
     conv_weight, conv_bias = convolution.weight.detach()[:, 0].contiguous(), convolution.bias
     return GatedDeltaNetLayer(
-        norms,
+        layer_norms | {"out_norm": out_norm},
         projections,
         (conv_weight, None if conv_bias is None else conv_bias.detach()),
         -mixer.A_log.detach().float().exp(),

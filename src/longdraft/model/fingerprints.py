@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.model.called_functions import called_functions, is_library_code, replaced_functions
 from longdraft.model.model_copy import HOOKS, IGNORED_ATTRIBUTES, MODULE_ATTRIBUTES, SCALAR_TYPES, data_ptr_of
+from longdraft.model.rope import depends_on_length
 from longdraft.model.stored import storage_tensors
 from longdraft.model.tensor_parallel import local_tensor
 
@@ -140,8 +141,7 @@ def _settings(model: PreTrainedModel, modules: list[nn.Module]) -> Iterator[str]
 
 
 def _depends_on_length(module: nn.Module, key: str) -> bool:
-    rope_types = str(getattr(module, "rope_type", ""))  # one for all layers, or a dict by layer type
-    return key.endswith(_LENGTH_DEPENDENT) and ("longrope" in rope_types or "dynamic" in rope_types)
+    return key.endswith(_LENGTH_DEPENDENT) and depends_on_length(module)
 
 
 def _serializable(value: Any, depth: int = 0) -> Any:

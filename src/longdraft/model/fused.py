@@ -24,9 +24,10 @@ from longdraft.model import hosting, stored_model
 from longdraft.model.delta_parts import delta_layer_inputs, kernel_delta_layer
 from longdraft.model.gpu import layers as gpu_layers
 from longdraft.model.gpu.layers import FusedLayer, FusedLayerForward
-from longdraft.model.layer_parts import CosSin, LayerKinds, final_norm_and_head, kernel_layer
+from longdraft.model.layer_parts import LayerKinds, final_norm_and_head, is_cpu_float32, kernel_layer
 from longdraft.model.layout import layout_of
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.rope import CosSin
 from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.model.stored import quantize_for_draft, quantized_draft_bytes
 from longdraft.model.validation import ComputePairs, OutputPair, outputs_agree
@@ -72,6 +73,8 @@ class FusedLayers:
 
     def _fuse_on_cpu(self, kinds: LayerKinds) -> None:
         modules, head_dim = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
+        if not all(map(is_cpu_float32, modules)):
+            return
         converted = [kernel_layer(layer, head_dim) or kernel_delta_layer(layer) for layer in modules]
         layers = [layer for layer in converted if layer is not None]
         norm_and_head = final_norm_and_head(self._model, modules)

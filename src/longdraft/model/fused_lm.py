@@ -12,9 +12,8 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.store import KVStore
-from longdraft.model.layer_parts import NO_ROTATION, CosSin
+from longdraft.model.rope import NO_ROTATION, CosSin, depends_on_length, rotary_module
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import rotary_module
 from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.native import DecoderStack, kernels
 from longdraft.native.boundary import CPU_FLOAT32
@@ -40,8 +39,7 @@ class FusedLM:
     @classmethod
     def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
         """Makes a FusedLM, or returns None if our kernels cannot run the model or its RoPE depends on the length."""
-        rope_types = getattr(rotary_module(runner.model), "rope_type", None)
-        if {"dynamic", "longrope"} & set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]):
+        if depends_on_length(rotary_module(runner.model)):
             return None
         stack = runner.execution_model.fused.draft_stack
         return None if stack is None else cls(runner, stack)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from longdraft.errors import UnsupportedModelError
+from longdraft.model.rope import CosSin, apply_rotary, rotary_module
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import rotary_module
 
 # Bytes of the keys' dtype -> largest difference that counts as rounding, relative to the largest number in the keys.
 _TOLERANCE = {2: 4e-2, 4: 1e-3, 8: 1e-3}
@@ -42,7 +42,7 @@ class KeyRotation:
         """Undoes the rotation of keys (..., n, d) that are at positions (n,)."""
         return apply_rotary(keys, self._cos[positions], -self._sin[positions])
 
-    def _model_cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _model_cos_sin(self, positions: torch.Tensor) -> CosSin:
         """Returns cos and sin (n, r) of the model's rotary embedding at positions (n,), float32."""
         rotary_embedding = rotary_module(self._runner.execution_model.model)
         if rotary_embedding is None:
@@ -76,13 +76,3 @@ class KeyRotation:
             f"{type(self._runner.model).__name__} cannot draft on a part of the context: {reason}, so its keys cannot "
             "be moved to other positions. Use view=full (method small-lm), which leaves keys at their positions."
         )
-
-
-def apply_rotary(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first r dimensions of keys (..., n, d) by cos and sin (n, r), in float32 at least.
-    Dimension i of the first half is rotated with dimension i of the second half, as in Llama."""
-    rotary_dim = cos.shape[-1]
-    x = keys[..., :rotary_dim].to(torch.promote_types(keys.dtype, torch.float32))
-    first, second = x.chunk(2, dim=-1)
-    rotated = (x * cos + torch.cat((-second, first), dim=-1) * sin).to(keys.dtype)
-    return rotated if rotary_dim == keys.shape[-1] else torch.cat((rotated, keys[..., rotary_dim:]), dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ from longdraft.memory.windows import WindowKVCache
 from longdraft.model import hosting
 from longdraft.model.called_functions import is_library_code
 from longdraft.model.layout import KVLocation, decoder_config, layout_of
-from longdraft.model.shared_parts import rotary_module
-from longdraft.model.skinny_gemm import kernel_weights_of
+from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
+from longdraft.model.skinny_gemm import is_dtensor, kernel_weights_of
 from longdraft.native import AttentionMetadata, DecoderLayer
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.int8_kv import KVTensor
@@ -29,63 +28,98 @@ from longdraft.native.structures import FEW_TOKENS, LinearWeights, Norm
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The kernels' name of a norm -> transformers' attribute. "post_attention_layernorm" normalizes the attention's output
 # in Gemma's layers, and the MLP's input in Llama's.
-_LLAMA_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_GEMMA_NORMS = {
+LLAMA_NORMS = {"norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+GEMMA_NORMS = {
     "norm": "input_layernorm",
     "post_attn_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
-# RoPE's cos and sin, each (B, T, rotary dimensions) for B sequences of T tokens.
-CosSin = tuple[torch.Tensor, torch.Tensor]
-# cos and sin of layers without RoPE.
-NO_ROTATION: CosSin = (torch.empty(1, 1, 0, **CPU_FLOAT32), torch.empty(1, 1, 0, **CPU_FLOAT32))
+# transformers' names and the kernels' names of norms of each head's queries and keys.
+HEAD_NORMS = ("q_norm", "k_norm")
 # LayerKind.rope if one rotary embedding serves all layers.
 SINGLE_ROPE = ""
 
 
+class LayerSpec(NamedTuple):
+    """Parts and constants of a decoder layer like Llama's or Gemma's, for our kernels.
+
+    Attributes:
+        linears: the linear layers, as in LINEAR_NAMES.
+        norms: weight and epsilon of each norm, by the kernels' names.
+        norm_weight_offset: the number that norms add to their weights.
+        is_gelu: True for GELU (tanh) in the MLP, False for SiLU."""
+
+    linears: list[nn.Module | None]
+    norms: dict[str, Norm]
+    norm_weight_offset: float
+    is_gelu: bool
+    head_dim: int
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @classmethod
+    def from_layer(cls, layer: nn.Module, head_dim: int) -> LayerSpec | None:
+        """Describes a layer. Returns None for another kind of layer, or if a user modified a part of it.
+        ``head_dim``: head size of a layer without an attribute head_dim."""
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        if attention is None or has_modified_parts(layer):
+            return None
+        linears = [getattr(attention, name, None) or getattr(mlp, name, None) for name in LINEAR_NAMES]
+        is_gelu = uses_gelu(getattr(mlp, "act_fn", None))
+        if None in linears or is_gelu is None:
+            return None
+        attributes = GEMMA_NORMS if hasattr(layer, GEMMA_NORMS["mlp_norm"]) else LLAMA_NORMS
+        norm_modules = {name: getattr(layer, attribute, None) for name, attribute in attributes.items()}
+        norm_modules |= {name: norm for name in HEAD_NORMS if (norm := getattr(attention, name, None)) is not None}
+        if (norms := norms_of(norm_modules)) is None:
+            return None
+        head_dim = int(getattr(attention, "head_dim", head_dim))
+        return cls(
+            linears,
+            *norms,
+            is_gelu,
+            head_dim,
+            scale=float(getattr(attention, "scaling", head_dim**-0.5)),
+            softcap=getattr(attention, "attn_logit_softcapping", None),
+            sinks=getattr(attention, "sinks", None),
+        )
+
+
 def kernel_layer(layer: nn.Module, head_dim: int) -> DecoderLayer | None:
-    """Converts a decoder layer for the kernels. Returns None if the kernels cannot compute the layer.
-    ``head_dim``: head size of a layer without an attribute head_dim."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    if attention is None or not has_unmodified_parts(layer):
-        return None
-    projections = linear_weights_of([getattr(attention, n, None) or getattr(mlp, n, None) for n in LINEAR_NAMES])
-    norm_attributes = _GEMMA_NORMS if hasattr(layer, _GEMMA_NORMS["mlp_norm"]) else _LLAMA_NORMS
-    layer_norms = {name: getattr(layer, attribute, None) for name, attribute in norm_attributes.items()}
-    head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
-    norms = norms_of(layer_norms | head_norms)
-    is_gelu = uses_gelu(getattr(mlp, "act_fn", None))
-    if projections is None or norms is None or is_gelu is None:
-        return None
-    weight_offset = norm_weight_offset((layer_norms | head_norms).values())
-    head_dim = int(getattr(attention, "head_dim", head_dim))
-    if weight_offset is None or head_dim % HEAD_DIM_MULTIPLE:
+    """Converts a decoder layer for the CPU kernels. Returns None if the kernels cannot compute the layer.
+    ``head_dim``: as for :meth:`LayerSpec.from_layer`."""
+    spec = LayerSpec.from_layer(layer, head_dim)
+    projections = None if spec is None else linear_weights_of(spec.linears)
+    if spec is None or projections is None or spec.head_dim % HEAD_DIM_MULTIPLE:
         return None
     (k_matrix, _), (o_matrix, _) = projections[1], projections[3]
     return DecoderLayer(
-        norms,
+        spec.norms,
         projections,
-        num_heads=o_matrix.shape[1] // head_dim,  # q_proj may have further outputs, for gates
-        num_kv_heads=k_matrix.shape[0] // head_dim,
-        head_dim=head_dim,
-        scale=float(getattr(attention, "scaling", head_dim**-0.5)),
-        softcap=getattr(attention, "attn_logit_softcapping", None),
-        sinks=getattr(attention, "sinks", None),
-        gelu=is_gelu,
-        norm_weight_offset=weight_offset,
+        num_heads=o_matrix.shape[1] // spec.head_dim,  # q_proj may have further outputs, for gates
+        num_kv_heads=k_matrix.shape[0] // spec.head_dim,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        sinks=spec.sinks,
+        gelu=spec.is_gelu,
+        norm_weight_offset=spec.norm_weight_offset,
     )
 
 
-def has_unmodified_parts(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
-    """True if a layer's submodules have contiguous float32 weights on the CPU, and no hooks or replaced forwards.
+def has_modified_parts(layer: nn.Module, patched_part: nn.Module | None = None) -> bool:
+    """True if a user modified a submodule of a layer (:func:`is_modified`), or replaced the layer's own forward.
     ``patched_part`` is a submodule whose forward we replaced. Hooks of the layer itself are allowed: they still run."""
-    modules = [m for m in layer.modules() if m is not layer]
     if "forward" in vars(layer) or not is_library_code(type(layer).forward):
-        return False
-    if any(is_modified(m, m is patched_part) for m in modules):
-        return False
-    tensors = [t for m in modules for t in m.parameters(recurse=False)]
+        return True
+    return any(is_modified(module, module is patched_part) for module in layer.modules() if module is not layer)
+
+
+def is_cpu_float32(layer: nn.Module) -> bool:
+    """True if the parameters of a layer's submodules are contiguous float32 tensors on the CPU."""
+    tensors = [t for module in layer.children() for t in module.parameters()]
     return all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
@@ -95,46 +129,42 @@ def linear_weights_of(modules: Iterable[nn.Module | None]) -> list[LinearWeights
     return None if None in all_weights else [weights for weights in all_weights if weights is not None]
 
 
-def norms_of(modules: Mapping[str, nn.Module | None]) -> dict[str, Norm] | None:
-    """Returns name -> weight and epsilon of each norm; None if a norm is missing or lacks one of them."""
+@torch.inference_mode()
+def norms_of(modules: Mapping[str, nn.Module | None]) -> tuple[dict[str, Norm], float] | None:
+    """Returns name -> weight and epsilon of each norm, and the number that the norms add to their weights.
+    That is 1 for Gemma's, else 0. Returns None if a norm is missing or lacks weight or epsilon, or if norms differ."""
     norms = {name: norm for name, module in modules.items() if (norm := norm_of(module)) is not None}
-    return norms if len(norms) == len(modules) else None
+    if len(norms) < len(modules):
+        return None
+    offsets = set()
+    for module, (weight, _) in zip(modules.values(), norms.values(), strict=True):
+        assert module is not None
+        # RMSNorm of ones gives weight + offset.
+        normed = module(weight.new_ones(1, weight.numel()))[0]
+        offsets.add(float((normed - weight - 1).abs().sum() < (normed - weight).abs().sum()))
+    return (norms, offsets.pop()) if len(offsets) == 1 else None
 
 
 def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
     """Returns the arguments of :class:`DecoderStack` for the final norm and the head, as a dict.
     Returns None if the kernels cannot compute norm and head, or if a user modified a module of the model."""
     decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
-    final_norm = getattr(decoder, "norm", None)
-    norm, weights = norm_of(final_norm), kernel_weights_of(head)
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
-    if norm is None or weights is None or any(map(is_modified, modules)):
+    weights = kernel_weights_of(head)
+    if weights is None or any(map(is_modified, modules)):
         return None
-    offset = norm_weight_offset([final_norm])
-    cap = getattr(decoder_config(model), "final_logit_softcapping", None)
-    return None if offset is None else {"norm": norm, "head": weights, "norm_weight_offset": offset, "softcap": cap}
+    if (norms := norms_of({"norm": getattr(decoder, "norm", None)})) is None:
+        return None
+    softcap = getattr(decoder_config(model), "final_logit_softcapping", None)
+    return {"norm": norms[0]["norm"], "head": weights, "norm_weight_offset": norms[1], "softcap": softcap}
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
-    """Returns weight and epsilon of an RMSNorm; None if the module lacks one of them."""
+    """Returns weight and epsilon of an RMSNorm; None if the module lacks one of them, or the weight is sharded."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+    if not isinstance(weight, torch.Tensor) or is_dtensor(weight) or not isinstance(eps, float):
         return None
     return weight.detach(), eps
-
-
-@torch.inference_mode()
-def norm_weight_offset(norms: Iterable[nn.Module | None]) -> float | None:
-    """Returns the number that norms add to their weights: 1 for Gemma's, else 0; None if the norms differ."""
-    offsets = set()
-    for norm in norms:
-        assert norm is not None
-        weight = norm.weight
-        assert isinstance(weight, torch.Tensor)
-        # RMSNorm of ones gives weight + offset.
-        normed = norm(weight.new_ones(1, weight.numel()))[0]
-        offsets.add(float((normed - weight - 1).abs().sum() < (normed - weight).abs().sum()))
-    return offsets.pop() if len(offsets) == 1 else None
 
 
 @torch.inference_mode()
@@ -190,9 +220,8 @@ class LayerKinds(NamedTuple):
             return None
         if not layout.locations or not all(location.writes_kv for location in layout.locations):
             return None
-        by_layer_type = "layer_type" in inspect.signature(rotary.forward).parameters
         layer_types = getattr(hosting.decoder_config(model), "layer_types", None)
-        rope_types = layer_types if by_layer_type else [SINGLE_ROPE] * len(layers)
+        rope_types = layer_types if takes_layer_type(rotary) else [SINGLE_ROPE] * len(layers)
         if rope_types is None or len(rope_types) < len(layers):
             return None
         uses_rope = [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in layers]

@@ -60,13 +60,6 @@ def new_norm(layer: nn.Module, size: int, eps: float) -> nn.Module:
     return norm
 
 
-def original_context_length(model: PreTrainedModel) -> int | None:
-    """Returns the context length, in tokens, before RoPE scaling; None if the model has no RoPE scaling."""
-    rope = getattr(hosting.decoder_config(model), "rope_parameters", None) or {}
-    length = rope.get("original_max_position_embeddings")
-    return None if length is None else int(length)
-
-
 def load_weights(
     module: nn.Module,
     weights: Mapping[str, torch.Tensor | QuantizedMatrix],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -12,12 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.model import hosting
+from longdraft.model.compat import CACHE_LENGTH_NAMES
+from longdraft.model.rope import LONGROPE, CosSin, rope_parameters, rope_type, rope_types
 
-# Names of the argument for the number of cached tokens, in transformers 5.24 and in 5.17.
-_CACHE_LENGTH_ARGS = ("cache_length", "past_key_values_length")
-# RoPE's cos and sin.
-CosSin = tuple[torch.Tensor, torch.Tensor]
-_LONGROPE = "longrope"
 # LongRoPE's parameters, in pairs: the first for contexts up to the trained length, the second for longer contexts.
 _FACTOR_KEYS = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
 
@@ -30,7 +27,7 @@ def patch_position_ids(model: PreTrainedModel) -> None:
     if _takes_argument(model, "position_ids"):
         return
     for module in model.modules():
-        takes_length = any(_takes_argument(module, name) for name in _CACHE_LENGTH_ARGS)
+        takes_length = any(_takes_argument(module, name) for name in CACHE_LENGTH_NAMES)
         if takes_length and _takes_argument(module, "position_ids"):
             module.register_forward_pre_hook(_add_position_ids, with_kwargs=True)
             module.register_forward_hook(_reshape_output)
@@ -55,20 +52,6 @@ def _takes_argument(module: nn.Module, name: str) -> bool:
     return name in inspect.signature(type(module).forward).parameters
 
 
-def rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """Returns the decoder's RoPE parameters: one dict for all layers, or one for each layer type."""
-    config = hosting.decoder_config(model)
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if not isinstance(parameters, Mapping):
-        return []
-    return [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]
-
-
-def rope_type(parameters: Mapping[str, Any]) -> str:
-    """Returns transformers' ``rope_type`` of RoPE parameters, such as "yarn"."""
-    return str(parameters.get("rope_type") or parameters.get("type") or "default")
-
-
 def patch_longrope(model: PreTrainedModel) -> int | None:
     """Makes LongRoPE choose its factors for each token, in our own copy of a model.
 
@@ -81,14 +64,13 @@ def patch_longrope(model: PreTrainedModel) -> int | None:
     trained_lengths = [
         int(p.get("original_max_position_embeddings") or hosting.context_length(model))
         for p in rope_parameters(model)
-        if rope_type(p) == _LONGROPE and any(p.get(short) != p.get(long) for short, long in _FACTOR_KEYS)
+        if rope_type(p) == LONGROPE and any(p.get(short) != p.get(long) for short, long in _FACTOR_KEYS)
     ]
     if not trained_lengths:
         return None
     switch = min(trained_lengths)
     for module in model.modules():
-        rope_types = getattr(module, "rope_type", None)
-        if _LONGROPE in (rope_types.values() if isinstance(rope_types, Mapping) else (rope_types,)):
+        if LONGROPE in rope_types(module):
             # Each forward writes frequencies into these buffers, so they must not be shared with the user's model.
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.clone()

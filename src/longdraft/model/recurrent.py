@@ -26,6 +26,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, RecurrentStates, StateCheckpoint
 from longdraft.memory.store import KVStore
 from longdraft.model.batch_invariant import in_full_vectors, outside_mode
+from longdraft.model.compat import CACHE_NAMES
 from longdraft.model.hosting import current_forward, current_trace
 from longdraft.model.layout import AttentionTrace
 from longdraft.model.model_copy import class_forward, get_forward, names_in_forward, replace_forward, with_globals
@@ -35,8 +36,6 @@ from longdraft.native import kernels
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder, convolve, run_recurrence
 
 _CONV_FUNCTION = "causal_conv1d_fn"
-# Names that a mixer's cache argument has in the supported versions of transformers.
-_CACHE_ARGS = ("cache", "cache_params", "past_key_values")
 # A module is a mixer if its forward calls one of these methods of the cache.
 _STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 
@@ -78,10 +77,10 @@ class _Mixer:
         if forward is None or is_replaced or not is_known:
             raise self.unsupported_error()
         self._signature = inspect.signature(forward)
-        cache_args = [name for name in _CACHE_ARGS if name in self._signature.parameters]
-        if not cache_args:
+        cache_arg = next((name for name in CACHE_NAMES if name in self._signature.parameters), None)
+        if cache_arg is None:
             raise self.unsupported_error()
-        self._cache_arg = cache_args[0]
+        self._cache_arg = cache_arg
         functions: dict[str, Callable[..., Any]] = {_CONV_FUNCTION: outside_mode(self._convolve)}
         self.convolution = forward.__globals__[_CONV_FUNCTION]
         self.recurrence = RECURRENCES[recurrence_names[0]] if has_state else None

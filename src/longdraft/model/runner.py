@@ -23,13 +23,14 @@ from longdraft.memory.store import KVStore
 from longdraft.model import fingerprints, hosting, stored, stored_model, support
 from longdraft.model.eos_tokens import config_eos_ids
 from longdraft.model.execution_model import ExecutionModel, host_model, structure_of
-from longdraft.model.gpu import deterministic as fixed_batches
 from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
+from longdraft.model.gpu.deterministic import FixedRows
 from longdraft.model.layout import layout_of
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, nan_logits_error
 from longdraft.model.round_profiler import RoundProfiler
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.tensor_parallel import tp_rank_of
+from longdraft.native import kernels
 
 
 class TargetRunner:
@@ -56,7 +57,6 @@ class TargetRunner:
         kv_dtype: dtype of keys and values in the stores.
         default_kv_dtype: the ``kv_dtype`` that ``arithmetic`` implies.
         arithmetic: "int8", or the name of the dtype in which the model computes.
-        fixed_batch_rows: number of tokens, with padding, in each forward of :meth:`verify`; None without padding.
         has_recurrent_layers: True if the model has recurrent layers.
         branching_is_expensive: True if each branch of a tree takes a recurrent state or a forward of its own.
         profiler: times the phases of rounds, without fused layers and CUDA graphs; None for no profiling.
@@ -101,7 +101,7 @@ class TargetRunner:
         self.default_kv_dtype = torch.bfloat16 if kv_in_16_bits else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.default_kv_dtype
         if self.kv_is_rounded:
-            support.check_kv_dtype(self, self.kv_dtype, "kv_dtype")
+            self._check_kv_dtype("kv_dtype", self.kv_dtype)
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         self.branching_is_expensive = self.has_recurrent_layers
         layout = self.execution_model.layout
@@ -111,7 +111,39 @@ class TargetRunner:
         # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
         self._structure, self._first_compat_key = structure_of(model), self.store_compat_key
-        self.fixed_batch_rows = fixed_batches.fixed_batch_rows_for(self) if deterministic else None
+        self._fixed_rows = self._make_fixed_rows() if deterministic else None
+
+    def _check_kv_dtype(self, option: str, dtype: torch.dtype) -> None:
+        where = self.device, self.attention_path, self.offload is not None
+        support.check_kv_dtype(option, dtype, self.kv_shape, *where)
+
+    def _make_fixed_rows(self) -> FixedRows | None:
+        """Makes plain steps and verifications agree to the bit. Returns None on a CPU with our kernels, where they do.
+        Raises CapabilityError if they cannot be made to agree here."""
+        shape, layout = self.kv_shape, self.execution_model.layout
+        reason: str | None
+        if self.device.type == "cpu":
+            if kernels() is not None and self.can_round_kv:
+                return None
+            reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why they are missing)"
+        elif self.device.type != "cuda":
+            reason = f"it is for NVIDIA GPUs and CPUs, the model is on {self.device}"
+        elif layout.windows or layout.recurrent:
+            reason = "it is for models whose layers all see the whole text"
+        elif self.tp_rank is not None or self.offload is not None:
+            reason = "it is for models in one process whose KV is not offloaded"
+        elif self.kv_is_rounded:
+            reason = "its attention reads keys and values in the model's dtype"
+        else:
+            reason = fixed_order.why_unavailable(shape.dtype, shape.head_dim)
+        if reason is not None:
+            raise CapabilityError(f"deterministic=True cannot be kept here: {reason}. Leave it out.")
+        return FixedRows(self.execution_model.model, shape)
+
+    @property
+    def fixed_batch_rows(self) -> int | None:
+        """Number of tokens, with padding, in each forward of :meth:`verify`; None without padding."""
+        return None if self._fixed_rows is None else self._fixed_rows.batch_rows
 
     @property
     def model(self) -> PreTrainedModel:
@@ -197,8 +229,8 @@ class TargetRunner:
 
     @property
     def can_round_kv(self) -> bool:
-        """True if the attention path reads KV in any dtype, as our CPU kernels do for float32 models."""
-        return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
+        """True if the attention path reads KV in any dtype."""
+        return support.can_round_kv(self.attention_path, self.kv_shape.dtype)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -236,7 +268,7 @@ class TargetRunner:
         hidden_size = int(hosting.decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_dtype:
-            support.check_kv_dtype(self, dtype, "view_dtype")
+            self._check_kv_dtype("view_dtype", dtype)
         capacity = capacity + self.graphs.extra_kv_entries(slots) + (self.fixed_batch_rows or 0)
         arena = self._resident_arena if resident and self.buffer_arena is not None else self.buffer_arena
         is_rounded = dtype != self.kv_shape.dtype
@@ -283,8 +315,7 @@ class TargetRunner:
                 self.sync_with_model()
             all_taps = self._with_feature_layers(taps, store)
             # Batches with a fixed order have few sizes, so a graph is captured at the first use of a size.
-            capture_now = use_fixed_order = fixed_order
-            replayed = self._replay(store, batch, all_taps, capture_now, use_fixed_order) if logits == "all" else None
+            replayed = self._replay(store, batch, all_taps, fixed_order, fixed_order) if logits == "all" else None
             computed_logits, hidden, queries = replayed or self._compute(store, batch, logits, all_taps, fixed_order)
             out = TargetOutput(None if computed_logits is None else computed_logits.float(), queries=queries)
             store.write_features(hidden, batch)
@@ -301,8 +332,12 @@ class TargetRunner:
 
         ``logits_to_keep``: number of each sequence's last tokens whose logits are needed; None for all. CUDA graphs
         compute all logits. NaN logits do not raise here."""
-        if self.fixed_batch_rows is not None:
-            return fixed_batches.forward_fixed_batches(self, batch, store, taps)
+        if self._fixed_rows is not None:
+            output = TargetOutput(None)
+            for sequences, tokens, padded in self._fixed_rows.split(batch):
+                part = self.forward(padded, store, taps=taps, check_nan=False, fixed_order=True)
+                output.scatter_from(part, batch, sequences, tokens)
+            return output
         if logits_to_keep is None or logits_to_keep >= batch.query_len or self.graphs.enabled:
             return self.forward(batch, store, taps=taps, check_nan=False)
         return self.forward(batch, store, logits=logits_to_keep, taps=taps, check_nan=False)
@@ -312,17 +347,17 @@ class TargetRunner:
         return Taps(tuple(sorted({*taps.hidden, *store.feature_layers})), taps.queries)
 
     def _replay(
-        self, store: KVStore, batch: ForwardBatch, taps: Taps, capture_now: bool = False, use_fixed_order: bool = False
+        self, store: KVStore, batch: ForwardBatch, taps: Taps, fixed_order: bool, capture_now: bool
     ) -> ForwardResults | None:
         """Replays a CUDA graph. Returns None if there is none for this batch; ``capture_now`` captures it first."""
         if self.profiler is not None:
             return None
 
         def compute(store: KVStore, batch: ForwardBatch) -> ForwardResults:
-            return self._compute(store, batch, "all", taps, use_fixed_order)
+            return self._compute(store, batch, "all", taps, fixed_order)
 
         # A graph contains addresses of weights, so its key has the version of the model's copy.
-        key = taps, self.execution_model.version, use_fixed_order
+        key = taps, self.execution_model.version, fixed_order
         return self.graphs.run(store, batch, key, compute, capture_now)
 
     @torch.inference_mode()
@@ -350,7 +385,7 @@ class TargetRunner:
                 zeros, prefix_lens = [[0] * query_len] * batch_size, [prefix_len] * batch_size
                 inputs: dict[str, Any] = {"token_ids": zeros, "positions": zeros}
                 batch = ForwardBatch.make(range(batch_size), prefix_lens, query_len, device=self.device, **inputs)
-                self._replay(store, batch, all_taps, True, self.fixed_batch_rows is not None)
+                self._replay(store, batch, all_taps, self.fixed_batch_rows is not None, capture_now=True)
             on_progress(1.0)
             return len(sizes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored
 from longdraft.model.layout import config_kv_shape
+from longdraft.model.rope import CosSin, rotary_module, takes_layer_type
 from longdraft.model.tensor_parallel import local_tensor
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
@@ -52,14 +52,14 @@ class SharedParts:
         hidden = hidden.to(self._hidden_like.dtype)
         return hidden if self._norm is None else self._norm(hidden)
 
-    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(self, positions: torch.Tensor) -> CosSin:
         """Returns cos and sin (T, rotary dimensions) of the target's rotary embedding at positions (T,), with YaRN.
         If layer types rotate differently, as in Gemma 3, they are for full attention, whose keys drafts read."""
-        by_layer_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
         position_ids = positions[None]
         if hasattr(self._rotary, "mrope_section"):  # M-RoPE of vision models: time, height and width
             position_ids = position_ids.expand(3, 1, -1)
-        cos, sin = self._rotary(self._hidden_like, position_ids, *(["full_attention"] if by_layer_type else []))
+        layer_type = ["full_attention"] if takes_layer_type(self._rotary) else []
+        cos, sin = self._rotary(self._hidden_like, position_ids, *layer_type)
         return cos[0], sin[0]
 
 
@@ -106,11 +106,6 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
             "of the quantisation."
         )
     return weight.detach()
-
-
-def rotary_module(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the rotary embedding that all layers share; None if there is none. It lies outside of the layers."""
-    return next((m for n, m in model.named_modules() if n.endswith("rotary_emb") and n.count(".") <= 2), None)
 
 
 def norm_before_head(model: PreTrainedModel) -> nn.Module | None:

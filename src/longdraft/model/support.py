@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
@@ -13,17 +13,14 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError, reason_of
+from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
+from longdraft.memory.store import KVShape
 from longdraft.model import external_quant
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
-from longdraft.model.fingerprints import user_code_in
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_layer_types
-from longdraft.model.positions import rope_parameters, rope_type
+from longdraft.model.rope import rope_parameters, rope_type
 from longdraft.model.stored import StoredWeights, weight_shape
-
-if TYPE_CHECKING:
-    from longdraft.model.runner import TargetRunner
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
 # PEFT type that longdraft cannot host -> the reason, as a message states it.
@@ -36,12 +33,6 @@ _UNSUPPORTED_ADAPTERS = {
 }
 # Arguments of ``generate`` with a value for each sequence. PEFT passes them to its layers by hooks.
 _PER_SEQUENCE_ARGS = ("adapter_names", "alora_offsets")
-
-# reason_against_drafts compares the logits of _NUM_COMPARED tokens behind a prefix, when each token has its own forward
-# and when one forward has _FORWARD_LENGTHS tokens: few and many tokens may run different kernels.
-_PREFIX_LEN, _NUM_COMPARED, _FORWARD_LENGTHS = 5, 2, (2, 64)
-# Largest relative difference of a token's logits that counts as rounding, in 16 bits and in float32.
-_HALF_TOLERANCE, _TOLERANCE = 2e-2, 1e-5
 
 
 def check_model(model: object) -> None:
@@ -164,34 +155,37 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
         )
 
 
-def check_kv_dtype(runner: TargetRunner, dtype: torch.dtype, option: str) -> None:
-    """Raises CapabilityError if this runner cannot keep KV in ``dtype``.
-    ``option`` is the user's option: "kv_dtype" for all KV, or "view_dtype" for the KV of a view."""
+def can_round_kv(attention_path: str, dtype: torch.dtype) -> bool:
+    """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
+    return attention_path == "cpu" and dtype == torch.float32
+
+
+def check_kv_dtype(
+    option: str, dtype: torch.dtype, shape: KVShape, device: torch.device, attention_path: str, is_offloaded: bool
+) -> None:
+    """Raises CapabilityError if no attention path of this machine reads KV of this shape in ``dtype``.
+    ``option`` is the user's option: "kv_dtype" for all KV, or "view_dtype" for the KV of a view, which stays here."""
     for_view = option == "view_dtype"
-    offloaded = runner.offload is not None and not for_view
-    reason = "offloaded KV has the model's dtype" if offloaded else _kv_dtype_problem(runner, dtype)
-    if reason is None:
+    if is_offloaded and not for_view:
+        reason = "offloaded KV has the model's dtype"
+    elif dtype == shape.dtype or can_round_kv(attention_path, shape.dtype):
         return
+    elif shape.padded:
+        reason = "the model has keys and values of several sizes"
+    elif device.type != "cuda":
+        setup = f"{shape.dtype} on {device} ({attention_path})"
+        reason = f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"
+    elif dtype == torch.int8:
+        return
+    else:
+        reason = "on a GPU keys and values are in the model's dtype or in int8"
     advice = "leave it out"
     if for_view:
         advice += '; with view="all", which needs int8, take another view'
-    elif runner.device.type == "cuda":
+    elif device.type == "cuda":
         advice += '; offload="host" or a partial view (specpv, self) takes less of a GPU\'s memory'
     name = str(dtype).removeprefix("torch.")
     raise CapabilityError(f"{option}={name} cannot be kept here: {reason}. So {advice}.")
-
-
-def _kv_dtype_problem(runner: TargetRunner, dtype: torch.dtype) -> str | None:
-    """Returns the reason why no attention path of this machine reads KV in ``dtype``; None if one does."""
-    shape = runner.kv_shape
-    if dtype == shape.dtype or runner.can_round_kv:
-        return None
-    if shape.padded:
-        return "the model has keys and values of several sizes"
-    if runner.device.type != "cuda":
-        setup = f"{shape.dtype} on {runner.device} ({runner.attention_path})"
-        return f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"
-    return None if dtype == torch.int8 else "on a GPU keys and values are in the model's dtype or in int8"
 
 
 def _check_adapters(model: torch.nn.Module) -> None:
@@ -255,42 +249,3 @@ def _as_list(names: Any) -> list[str]:
     if isinstance(names, str):
         return [names]
     return list(names) if isinstance(names, list | tuple) else []
-
-
-def reason_against_drafts(runner: TargetRunner) -> str | None:
-    """Returns the reason why a model with a user's hooks, forwards or layers cannot verify drafts; None if it can.
-    Compares the logits of made-up tokens in forwards of one and of several tokens."""
-    with runner.lock:
-        runner.sync_with_model()
-        if not (names := user_code_in(runner.model, include_classes=True)):
-            return None
-        why = "this code gives a token another result beside other tokens"
-        try:
-            single = _logits_in_steps(runner, [1] * _NUM_COMPARED)
-            together = [_logits_in_steps(runner, [n]) for n in _FORWARD_LENGTHS]
-            norms = single.float().norm(dim=-1)
-            differences = [((logits - single).float().norm(dim=-1) / norms).max() for logits in together]
-            if bool(torch.stack(differences).max() <= (_HALF_TOLERANCE if single.element_size() == 2 else _TOLERANCE)):
-                return None
-        except Exception as error:  # a user's code can raise any type
-            why = f"this code fails for several tokens ({reason_of(error)})"
-    return (
-        f"{type(runner.model).__name__} has code of your own in {', '.join(dict.fromkeys(names))}, and a forward "
-        f"verifies several tokens of a draft: {why}. Remove the code, or take the method ar, which drafts nothing."
-    )
-
-
-def _logits_in_steps(runner: TargetRunner, lengths: list[int]) -> torch.Tensor:
-    """Returns logits (_NUM_COMPARED, vocabulary) of the first tokens after a prefix, in forwards of these lengths."""
-    store, logits = runner.new_store(1, _PREFIX_LEN + sum(lengths)), []
-    # Token ids that look random, but are the same for all lengths.
-    token_ids = [(37 * i + 11) % runner.vocab_size for i in range(_PREFIX_LEN + sum(lengths))]
-    runner.forward(store.make_forward_batch([0], [token_ids[:_PREFIX_LEN]], is_prefill=True), store, logits="none")
-    store.commit(0, range(_PREFIX_LEN))
-    for length in lengths:
-        start = store.lengths[0]
-        out = runner.verify(store.make_forward_batch([0], [token_ids[start : start + length]]), store)
-        assert out.logits is not None
-        logits.append(out.logits[0].clone())
-        store.commit(0, range(length))
-    return torch.cat(logits)[:_NUM_COMPARED]

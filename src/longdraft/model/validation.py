@@ -24,6 +24,7 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model import external_quant, hosting, positions, recurrent, stored, stored_model
 from longdraft.model.checkpoints import quiet
+from longdraft.model.compat import CACHE_NAMES
 from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.native.boundary import CPU_FLOAT32
@@ -40,8 +41,6 @@ _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 _TOLERANCE, _HALF_TOLERANCE_EPS = 1e-4, 6
 # Largest median of the logits' relative differences in 16 bits, where rounding often changes a token's chosen experts.
 _HALF_LOGITS_TOLERANCE = 0.1
-# Names of the cache as an argument and as an output, in transformers 5.24 and 5.17.
-_CACHE_ARGS = ("cache", "past_key_values", "cache_params")
 # Rounding can route a token to another expert, so a failed comparison is repeated with other tokens.
 _MAX_TRIALS = 3
 # Our result, and the result of the model's own code.
@@ -189,7 +188,7 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool
         # Some recurrent layers compute a single token, as in ``generate``, in another way than several tokens.
         out = forward(input_ids[:, :_PREFIX_LEN], 0, use_cache=True)
         for i in range(_PREFIX_LEN, input_ids.shape[1]):
-            name = next(name for name in _CACHE_ARGS if out.get(name) is not None)
+            name = next(name for name in CACHE_NAMES if out.get(name) is not None)
             out = forward(input_ids[:, i : i + 1], i, use_cache=True, **{name: out[name]})
             logits.append(out.logits[0])
     return torch.cat(logits)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA
-from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.shared_parts import SharedParts
 from longdraft.training.config import EVAL_DEPTH, EagleConfig
 from longdraft.training.eagle3 import Eagle3Trainer

@@ -34,7 +34,7 @@ from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA, default_feature_layers, scale_rope
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.rotary import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.registry import kind_of

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from longdraft.files import atomic_write, open_safetensors
 from longdraft.memory.store import KVStore
-from longdraft.model.key_rotation import apply_rotary
+from longdraft.model.rope import apply_rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import dequantize
 from longdraft.native import QuantizedMatrix

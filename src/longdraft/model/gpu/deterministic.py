@@ -3,63 +3,64 @@
 A GEMM library chooses the kernel, and with it the order of additions, by the number of rows. So every decoding forward,
 with or without a draft, has :data:`FIXED_BATCH_ROWS` rows (batch_size * query_len). Attention adds up keys in a fixed
 order (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests the remaining condition: a row's bits
-depend neither on the row's index nor on the other rows.
+depend neither on the row's index nor on the other rows. The runner holds a :class:`FixedRows`, and checks that the
+model and the device are of a kind for which it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 
 from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError
-from longdraft.memory.store import KVStore
+from longdraft.memory.store import KVShape
 from longdraft.model.external_quant import random_rows
-from longdraft.model.outputs import Taps, TargetOutput
-from longdraft.native import kernels
-
-if TYPE_CHECKING:
-    from longdraft.model.runner import TargetRunner
+from longdraft.model.layout import decoder_config
 
 # Rows of every decoding forward. A GEMM with 64 rows takes a GPU about as long as one with a single row.
 FIXED_BATCH_ROWS = 64
 
 
-def fixed_batch_rows_for(runner: TargetRunner) -> int | None:
-    """Returns the fixed number of rows for a target; None on a CPU with longdraft's kernels, which do not need it.
+class FixedRows:
+    """Splits batches into batches with a fixed number of rows.
 
-    Raises:
-        CapabilityError: plain steps and verifications cannot be made equal to the bit here.
-    """
-    device, layout = runner.device, runner.execution_model.layout
-    reason: str | None = None
-    if device.type == "cpu":
-        if kernels() is not None and runner.attention_path == "cpu" and runner.kv_shape.dtype == torch.float32:
-            return None
-        reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why they are missing)"
-    elif device.type != "cuda":
-        reason = f"it is for NVIDIA GPUs and CPUs, the model is on {device}"
-    elif layout.windows or layout.recurrent:
-        reason = "it is for models whose layers all see the whole text"
-    elif runner.tp_rank is not None or runner.offload is not None:
-        reason = "it is for models in one process whose KV is not offloaded"
-    elif runner.kv_is_rounded:
-        reason = "its attention reads keys and values in the model's dtype"
-    else:
-        reason = fixed_order.why_unavailable(runner.kv_shape.dtype, runner.kv_shape.head_dim)
-    if reason is not None:
-        raise CapabilityError(f"deterministic=True cannot be kept here: {reason}. Leave it out.")
-    config = runner.model.config.get_text_config()
-    group = config.num_attention_heads // runner.kv_shape.kv_heads
-    fixed_order.check_batch_invariance(device, runner.kv_shape.dtype, runner.kv_shape.head_dim, group)
-    check_linears(runner.execution_model.model, FIXED_BATCH_ROWS)
-    return FIXED_BATCH_ROWS
+    Attributes:
+        batch_rows: the number of rows, batch_size * query_len.
+
+    Raises CapabilityError if attention, or a linear layer of the model, gives a row bits that depend on other rows."""
+
+    def __init__(self, model: PreTrainedModel, kv_shape: KVShape) -> None:
+        query_group = decoder_config(model).num_attention_heads // kv_shape.kv_heads
+        fixed_order.check_batch_invariance(model.device, kv_shape.dtype, kv_shape.head_dim, query_group)
+        self.batch_rows = FIXED_BATCH_ROWS
+        check_linears(model, self.batch_rows)
+
+    def split(self, batch: ForwardBatch) -> Iterator[tuple[range, range, ForwardBatch]]:
+        """Splits a batch into batches with :attr:`batch_rows` rows.
+
+        Each batch size is the largest power of two that fits. A tree with more tokens than rows is split.
+
+        Yields:
+            Indices of sequences and tokens in ``batch``, and a batch of these, padded with tokens that see only
+            themselves.
+        """
+        first = 0
+        while first < batch.batch_size:
+            max_sequences = max(1, self.batch_rows // batch.query_len)
+            batch_size = 1 << (min(max_sequences, batch.batch_size - first).bit_length() - 1)
+            sequences = range(first, first + batch_size)
+            query_len = self.batch_rows // batch_size
+            for start in range(0, batch.query_len, query_len):
+                tokens = range(start, min(start + query_len, batch.query_len))
+                yield sequences, tokens, _pad(batch, sequences, tokens, query_len)
+            first += batch_size
 
 
 @torch.no_grad()
@@ -85,36 +86,6 @@ def check_linears(model: nn.Module, batch_rows: int) -> None:
                 f"deterministic=True cannot be kept here: the result of {name} for a row depends on the row's "
                 "index or on the other rows. Leave it out."
             )
-
-
-def forward_fixed_batches(runner: TargetRunner, batch: ForwardBatch, store: KVStore, taps: Taps) -> TargetOutput:
-    """Runs a batch as several forwards, each of runner.fixed_batch_rows rows."""
-    output = TargetOutput(None)
-    assert runner.fixed_batch_rows is not None
-    for sequences, tokens, padded in split_into_fixed_batches(batch, runner.fixed_batch_rows):
-        part = runner.forward(padded, store, taps=taps, check_nan=False, fixed_order=True)
-        output.scatter_from(part, batch, sequences, tokens)
-    return output
-
-
-def split_into_fixed_batches(batch: ForwardBatch, batch_rows: int) -> Iterator[tuple[range, range, ForwardBatch]]:
-    """Splits a batch into batches with batch_size * query_len = ``batch_rows``.
-
-    Each batch size is the largest power of two that fits. A tree of more than ``batch_rows`` tokens is split.
-
-    Yields:
-        Indices of sequences and tokens in ``batch``, and a batch of these, padded with tokens that see only themselves.
-    """
-    first = 0
-    while first < batch.batch_size:
-        max_sequences = max(1, batch_rows // batch.query_len)
-        batch_size = 1 << (min(max_sequences, batch.batch_size - first).bit_length() - 1)
-        sequences = range(first, first + batch_size)
-        query_len = batch_rows // batch_size
-        for start in range(0, batch.query_len, query_len):
-            tokens = range(start, min(start + query_len, batch.query_len))
-            yield sequences, tokens, _pad(batch, sequences, tokens, query_len)
-        first += batch_size
 
 
 def _pad(batch: ForwardBatch, sequences: range, tokens: range, query_len: int) -> ForwardBatch:
