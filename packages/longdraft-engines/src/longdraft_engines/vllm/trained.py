@@ -18,7 +18,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
-from longdraft.model.rotary import RotaryEmbedding
+from longdraft.model.rope import RotaryEmbedding
 from longdraft.model.shared_parts import SharedParts
 from longdraft_engines.vllm.layer import AttentionLayer, StepQueries
 from longdraft_engines.vllm.proposer import Proposer, TrackedRequest
