@@ -68,3 +68,16 @@ def test_python_reads_constants_and_statuses_from_the_header():
     assert structures.FEW_TOKENS == header.CONSTANTS["FEW_TOKENS"] > 0
     for path in FOLDER.glob("*.cpp"):
         assert not re.search(r"constexpr \S*int64_t FEW_TOKENS", path.read_text(encoding="utf-8"))
+
+
+def test_a_prefetch_is_compiled(tmp_path):
+    """GCC drops calls of a function that only prefetches, unless it is inlined before it is looked at."""
+    source = tmp_path / "loop.cpp"
+    loop = "for (long i = 0; i < n; i += 64) prefetch<2>(address_of(p) + i);"
+    source.write_text(f'#include "vectors.h"\nvoid f(const char *p, long n) {{ {loop} }}\n')
+    command = ["g++", "-std=c++17", "-O2", "-Wno-psabi", f"-march={build.supported_levels()[-1]}", f"-I{FOLDER}"]
+    try:
+        subprocess.run([*command, "-S", str(source), "-o", str(tmp_path / "loop.s")], check=True)
+    except FileNotFoundError:
+        pytest.skip("no g++")
+    assert re.search("prefetch|prfm", (tmp_path / "loop.s").read_text(encoding="utf-8"))

@@ -166,7 +166,7 @@ DRAFTS = {
     "dflash": small_dflash,
     "dspark": lambda folder, model: small_dflash(
         folder, model, "dspark",
-        {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": True}, rank=6, head="rnn", kept=FEW,
+        {"markov_rank": 6, "sample_from_anchor": True}, rank=6, kept=FEW,
     ),
     "small-lm": lambda folder, model: small_lm(
         folder, model.config.vocab_size, context=max(512, model.config.max_position_embeddings)

@@ -29,7 +29,7 @@ struct Prefetcher {
   explicit Prefetcher(PrefetchRange range)
       : next(range.start), row_bytes(range.row_bytes), steps_per_row(range.steps_per_row), steps_left(range.steps_per_row) {}
 
-  template <int BYTES> inline void prefetch_row() const {
+  template <int BYTES> __attribute__((always_inline)) void prefetch_row() const {
     UNROLL for (int i = 0; i < BYTES; i += 64) prefetch(next + i);
   }
 

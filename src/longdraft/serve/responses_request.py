@@ -87,7 +87,9 @@ class ResponseStore:
             return item
         stored_item = self._items.get((tenant, str(item.call_id)))
         if stored_item is None:
-            message = f"Item {item.call_id!r} is no longer stored. Send the item itself instead of a reference to it."
+            message = (
+                f"Item {item.call_id!r} is no longer stored. Send the item itself, as with store: false, not its id."
+            )
             raise ApiError(404, message, param="input", code="item_not_found")
         return ResponseItem.model_validate({**stored_item, "call_id": stored_item.get("call_id", stored_item["id"])})
 
