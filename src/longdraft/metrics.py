@@ -10,7 +10,7 @@ from typing import Literal
 TokenCounts = tuple[int, int]
 """(new tokens of an output without the first, which the prefill emits; verifications)."""
 Average = Literal["pooled", "mean"]
-"""How ratios of several outputs are averaged: "pooled" (ratio of the sums) or "mean" (mean of the ratios)."""
+"""The average of ratios of several outputs: "pooled" (ratio of the sums) or "mean" (mean of the ratios)."""
 
 
 def average(samples: Iterable[tuple[float, float]], how: Average = "pooled") -> float | None:

@@ -158,7 +158,7 @@ def recipe_for(method: Method | None, options: Mapping[str, Any], runner: Target
         options["draft"].bind(runner)  # raises CheckpointError if the draft is for another target
     if options.get("earlier"):  # one history for all runs with this target
         options["earlier"] = RequestHistory(options["earlier"])
-    return replace(_checked_recipe(method, drafting_method, options), use_chains=runner.branching_is_expensive)
+    return replace(_checked_recipe(method, drafting_method, options), use_chains=runner.has_recurrent_layers)
 
 
 def _suitable_defaults(options: Mapping[str, Any]) -> list[Method]:

@@ -106,7 +106,7 @@ def dflash(
 ) -> Row:
     config = config or {}
     first = 0 if config.get("sample_from_anchor") else 1
-    own = {"first": first} | settings
+    settings = {"first": first} | settings
 
     def write(folder: Path, model: Any) -> Path:
         tensors = published.dflash_tensors(**sizes)
@@ -116,7 +116,7 @@ def dflash(
         return published.save(folder, whole, tensors)
 
     return Row(
-        write, lambda model, spec, folder: said.dflash(model, weights_of(folder), **own),
+        write, lambda model, spec, folder: said.dflash(model, weights_of(folder), **settings),
         {"top_k": 3, "nodes": 14, **(options or {})}, ids=sizes.get("kept"), depth=4 - first,
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ class Sample:
 
     @property
     def size(self) -> int:
-        """How much can be cut: the characters of the document, or the messages before a conversation's last one."""
+        """Number of characters of the document, or of messages before a conversation's last one: what can be cut."""
         return len(self.messages) - 1 if self.messages else len(self.document)
 
     def truncated(self, size: int) -> Sample:

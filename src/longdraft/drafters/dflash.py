@@ -200,7 +200,8 @@ class DFlashRound(SingleForwardRound):
         cos, sin = self._bound.rotary(to_device(positions, self._device))
         first_output = 0 if shape.from_anchor else 1  # DSpark: the anchor's output already predicts the next token
         out = block(self._embed(level), cos, sin, context_kv)[:, first_output : first_output + self._depth]
-        return *topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), k), out
+        logprobs, ids = topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), k)
+        return logprobs, ids, ids  # the correction reads no more than the ids
 
     def _embed(self, level: TreeLevel) -> torch.Tensor:
         """Returns the embeddings (B, block size, hidden) of each anchor and the mask tokens after it."""

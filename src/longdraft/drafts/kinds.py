@@ -1,4 +1,4 @@
-"""What a kind of trained draft is. :mod:`longdraft.registry` holds the table of kinds."""
+"""Describes a kind of trained draft; :mod:`longdraft.registry` holds the table of kinds."""
 
 from __future__ import annotations
 

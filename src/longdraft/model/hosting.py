@@ -81,7 +81,7 @@ class ForwardContext:
         if attention_mask is not None:
             raise UnsupportedModelError(
                 f"{name} does not attend to the whole text before each token (it brings its own mask), so longdraft "
-                "cannot host it exactly."
+                "cannot host it exactly: decode it with its own generate."
             )
         if self.num_attention_calls >= len(self.layout.locations):
             raise UnsupportedModelError(f"{name} calls attention more often than in the forward that was traced.")

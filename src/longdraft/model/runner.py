@@ -57,8 +57,7 @@ class TargetRunner:
         kv_dtype: dtype of keys and values in the stores.
         default_kv_dtype: the ``kv_dtype`` that ``arithmetic`` implies.
         arithmetic: "int8", or the name of the dtype in which the model computes.
-        has_recurrent_layers: True if the model has recurrent layers.
-        branching_is_expensive: True if each branch of a tree takes a recurrent state or a forward of its own.
+        has_recurrent_layers: True if the model has recurrent layers, so that each branch of a tree takes a state.
         profiler: times the phases of rounds, without fused layers and CUDA graphs; None for no profiling.
 
     Raises UnsupportedModelError, with the reason, if the model cannot be hosted exactly, and CapabilityError if the
@@ -103,7 +102,6 @@ class TargetRunner:
         if self.kv_is_rounded:
             self._check_kv_dtype("kv_dtype", self.kv_dtype)
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
-        self.branching_is_expensive = self.has_recurrent_layers
         layout = self.execution_model.layout
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
         can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent)

@@ -162,7 +162,7 @@ def _time_forward(runner: TargetRunner, store: KVStore, num_tokens: int) -> floa
     """Measures the seconds of a forward over a made-up tree: a chain if the target verifies branches slowly, else a
     tree in which every second node has two children. Tokens are random, as different tokens use different experts."""
     tokens = tuple(_random.randrange(runner.vocab_size) for _ in range(num_tokens))
-    parents = tuple(i - 1 if runner.branching_is_expensive or not i else (i - 1) // 2 * 2 for i in range(num_tokens))
+    parents = tuple(i - 1 if runner.has_recurrent_layers or not i else (i - 1) // 2 * 2 for i in range(num_tokens))
     wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -269,7 +269,7 @@ def _table_key(runner: TargetRunner) -> dict[str, object]:
     """Returns everything that measured times depend on. A changed word here would discard all tables on disk."""
     return {
         "format": _FORMAT,
-        "rows": "chain" if runner.branching_is_expensive else "tree",
+        "rows": "chain" if runner.has_recurrent_layers else "tree",
         "bucket": str(runner.fixed_batch_rows),
         "target": runner.fingerprint,
         "kv": str(runner.kv_dtype),

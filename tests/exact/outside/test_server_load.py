@@ -47,21 +47,21 @@ def test_a_reader_that_reads_nothing_delays_nobody():
         "ignore_eos": True,
     }
     with contextlib.closing(Running(make_service(slots=2))) as running:
-        readers = [unread(running.server.port, long) for _ in range(3)]
+        *closed, late = (unread(running.server.port, long) for _ in range(3))
         # Other requests take turns with them, and the memory of what they do not read is bounded by max_tokens.
         for _ in range(5):
             status, answer = running.http("/v1/completions", {"model": "tiny", "prompt": PROMPT, "max_tokens": 8})
             assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 8
-        for one in readers[:2]:
-            one.close()
+        for reader in closed:
+            reader.close()
         # One that reads late gets all of its answer.
-        received, readers[2] = b"", readers[2]
-        readers[2].settimeout(60)
+        received = b""
+        late.settimeout(60)
         while b"[DONE]" not in received[-100:]:
-            part = readers[2].recv(1 << 16)
+            part = late.recv(1 << 16)
             assert part
             received += part
-        readers[2].close()
+        late.close()
         assert received.count(b'"finish_reason": "length"') == 8
         assert running.becomes_idle()
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from longdraft.metrics import Average, TokenCounts, average, standard_error
 
 TableKind = Literal["speed", "needle", "quality"]
-"""What measures a table. "speed": ``bench``; "needle": :mod:`longdraft.bench.needle`; "quality": ``bench quality``."""
+"""The command that measures a table: ``bench`` ("speed"), :mod:`longdraft.bench.needle`, ``bench quality``."""
 
 FIGURES = {
     "accepted": ("accepted length", "{:.2f}"),

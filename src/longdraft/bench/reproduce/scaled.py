@@ -110,7 +110,7 @@ class TableEntry:
 
 @dataclass
 class TablePlan:
-    """What to measure for a table, and how the figures follow from the results.
+    """The plan of a table's measurements, and of how its figures follow from the results.
 
     Attributes:
         units: the units to measure, by name.

@@ -26,8 +26,10 @@ KINDS = {
     "heads": [],
 }
 PROMPT = "the river bends twice before the mill, and the road bends with the river. the mill stands. " * 2
-BENCH = ["bench", "--model", "target", "--data", "rows.jsonl", "-n", "8", "--methods", "ar,prompt-lookup", "--quick"]
-BENCH += ["--threads", "1"]
+BENCH = [
+    "bench", "--model", "target", "--data", "rows.jsonl", "-n", "8", "--methods", "ar,prompt-lookup", "--quick",
+    "--threads", "1",
+]  # fmt: skip
 FAST = [
     "max_length=64",
     "min_length=16",
