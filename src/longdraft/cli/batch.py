@@ -40,7 +40,7 @@ def batch(
     output: options.OutputOptions,
 ) -> None:
     """Answer the prompts of a file. A stopped run can be continued. A prompt that fails gets an error as its answer."""
-    method_args = decoding.resolve_options(method, option)
+    method, method_args = decoding.resolve(method, option)
 
     from longdraft.engine.request import normalize_stop
     from longdraft.engine.session import default_batch_size

@@ -35,7 +35,7 @@ def chat(
     debug: options.Debug = False,
 ) -> None:
     """Talk with the model, with or without documents. /help lists the commands of a conversation."""
-    method_args = decoding.resolve_options(method, option)
+    method, method_args = decoding.resolve(method, option)
     decoding.model_options.preload()
     with options.settings_checked():
         seed = random.randrange(2**32) if seed is None else seed

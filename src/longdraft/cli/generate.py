@@ -44,7 +44,7 @@ def generate(
     output: options.OutputOptions,
 ) -> None:
     """Answer a prompt, with or without documents. The text goes to stdout, all else to stderr."""
-    method_args = decoding.resolve_options(method, option)
+    method, method_args = decoding.resolve(method, option)
     decoding.model_options.preload()
     # Slow imports come after the check of options.
     from longdraft.engine.request import normalize_stop

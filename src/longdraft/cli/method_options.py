@@ -18,6 +18,7 @@ import typer
 
 from longdraft.cli import options
 from longdraft.cli.options import OptionGroup, SettingError, settings_checked
+from longdraft.cli.speculative_config import parse_speculative_config
 from longdraft.options import Option, checked, declared, find_method, parse_number, unknown_option_error
 from longdraft.trees.options import TreeOptions
 
@@ -67,6 +68,10 @@ class DecodingOptions(OptionGroup):
     """Options of the model, the draft, and decoding with any method."""
 
     draft_options: DraftOptions
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(help="vLLM's JSON object, in place of --method, --draft and tree options.", show_default="none"),
+    ] = None
     plan: options.Plan = None
     model_options: options.ModelOptions
     offload: options.Offload = None
@@ -84,9 +89,21 @@ class DecodingOptions(OptionGroup):
         """Name of the model in messages, and its default name for clients."""
         return Path(self.model_options.name).name
 
-    def resolve_options(self, method: str | None, pairs: Iterable[str] | None) -> dict[str, Any]:
-        """Parses a method's options, from ``-o name=value`` and flags. Raises as :func:`parse_options`."""
-        return parse_options(method, pairs or (), self.draft_options.options())
+    def resolve(self, method: str | None, pairs: Iterable[str] | None) -> tuple[str | None, dict[str, Any]]:
+        """Returns the method (None: the model decides) and its options, from ``-o name=value``, flags and vLLM's JSON.
+
+        Raises:
+            SettingError: as :func:`parse_options`, or vLLM's JSON has no counterpart, or names another method.
+            UnknownMethodError: the method is unknown.
+        """
+        flags = self.draft_options.options()
+        if self.speculative_config is not None:
+            with settings_checked():
+                their_method, their_options = parse_speculative_config(self.speculative_config)
+            if method not in (None, their_method):
+                raise SettingError(f"--method {method} and --speculative-config name two methods: leave one out.")
+            method, flags = their_method, their_options | flags
+        return method, parse_options(method, pairs or (), flags)
 
     def with_threads(self, threads: int) -> DecodingOptions:
         """Returns a copy that computes with ``threads`` CPU threads, unless --threads is set."""

@@ -34,7 +34,9 @@ _PANELS = {
         "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window", "foresee", "stop", "raw",
         "system", "think",
     ),
-    "Draft and tree": ("draft", "option", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold"),
+    "Draft and tree": (
+        "draft", "option", "speculative_config", "plan", "tree", "depth", "nodes", "widths", "tree_top_k", "threshold",
+    ),
     "Model and memory": (
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
         "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",

@@ -115,7 +115,8 @@ def serve(
 ) -> None:
     """Serve the model over HTTP: OpenAI's API (chat, completions, responses), Anthropic's API, and a chat page."""
     methods = tuple(word.strip() for word in method.split(",")) if method else ()
-    first_method_options = decoding.resolve_options(methods[0] if methods else None, option)
+    first_method, first_method_options = decoding.resolve(methods[0] if methods else None, option)
+    methods = methods or (() if first_method is None else (first_method,))
     if not ray:  # with Ray, the replicas load the model
         decoding.model_options.preload()
     try:
