@@ -75,13 +75,13 @@ def parse_speculative_config(text: str) -> tuple[str | None, dict[str, Any]]:
         options |= {} if num_tokens is None else {"tree": "chain", "depth": num_tokens}
     if config:
         key = next(iter(config))
-        known = ("model", "method", "num_speculative_tokens", "parallel_drafting", *_LOOKUP_OPTIONS, *_IGNORED)
-        advice = f"{method} does not have it" if key in _LOOKUP_OPTIONS else suggestion(key, known)
+        allowed_keys = ("model", "method", "num_speculative_tokens", "parallel_drafting", *_LOOKUP_OPTIONS, *_IGNORED)
+        advice = f"{method} does not have it" if key in _LOOKUP_OPTIONS else suggestion(key, allowed_keys)
         raise _error(f"there is no key {key}{f': {advice}' if advice else ''}")
     return method, {name: value for name, value in options.items() if value is not None}
 
 
-def _method(name: Any, draft: str | None, is_parallel: bool) -> str | None:
+def _method(name: Any, draft: str | None, has_parallel_drafts: bool) -> str | None:
     """Returns our method for vLLM's; None: the draft's folder says its kind."""
     if name is None and draft in ("ngram", "[ngram]"):  # vLLM takes these for the method
         name = "ngram"
@@ -90,10 +90,10 @@ def _method(name: Any, draft: str | None, is_parallel: bool) -> str | None:
     if name is None:
         return None
     method = "mtp" if isinstance(name, str) and name.endswith("_mtp") else _METHODS.get(name)
-    if is_parallel:
+    if has_parallel_drafts:
         method = {"eagle3": "peagle", "dflash": "dflash"}.get(str(method))
     if method is None:
-        parallel = "parallel_drafting with " if is_parallel else ""
+        parallel = "parallel_drafting with " if has_parallel_drafts else ""
         raise _error(f"{parallel}method {name!r} has no counterpart; known: {', '.join(_METHODS)}, and each *_mtp")
     if draft is None and method in ("small-lm", "eagle", "dflash", "peagle"):
         raise _error(f"method {name} needs a model: the draft's folder, .gguf file or hub id")
