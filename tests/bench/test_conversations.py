@@ -1,4 +1,4 @@
-"""SPEED-Bench and agents' trajectories, in files of their layouts."""
+"""SPEED-Bench, OpenAI's MRCR and agents' trajectories, in files of their layouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from longdraft.bench import tasks
+from longdraft.bench import scores, tasks
 from longdraft.bench.data import encode_truncated
 from longdraft.bench.prompts import encode_prompts, make_batches, prompts_of_length
 from longdraft.bench.run import Bench
@@ -53,6 +53,22 @@ def test_speed_bench(tmp_path, suffix):
     messages = {"question_id": "0" * 32, "category": "math", "messages": [{"role": "user", "content": "2 + 2"}]}
     (one,) = tasks.load_samples([f"speed-bench={lines(tmp_path / 'qualitative.jsonl', messages)}"])
     assert (one.dataset, one.text) == ("speed-bench/math", "2 + 2")
+
+
+def test_mrcr(tmp_path):
+    messages = [{"role": "assistant" if i % 2 else "user", "content": f"turn {i}"} for i in range(6)]
+    row = {
+        "prompt": json.dumps([*messages, {"role": "user", "content": "prepend aYooSG8CQg to turn 3"}]),
+        "answer": "aYooSG8CQgturn 3", "random_string_to_prepend": "aYooSG8CQg", "n_needles": 2,
+    }  # fmt: skip
+    (tmp_path / "2needle").mkdir()
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "2needle" / "2needle_0.parquet")
+    (sample,) = tasks.load_samples([f"mrcr={tmp_path}"])
+    assert sample.dataset == "mrcr/2needle" and len(sample.messages) == 7
+    expected = {"aYooSG8CQgturn 3": 1.0, "aYooSG8CQgturn 5": 2 * 5 / 12, "turn 3": 0.0, " aYooSG8CQgturn 3": 0.0}
+    assert {text: scores.score_answer(sample, text) for text in expected} == expected
+    with pytest.raises(PromptError, match="random_string_to_prepend"):
+        tasks.load_samples([f"mrcr={lines(tmp_path / 'short.jsonl', {**row, 'random_string_to_prepend': None})}"])
 
 
 def test_texts_that_speed_bench_may_not_publish_are_no_prompts(tmp_path):

@@ -1,4 +1,4 @@
-"""Makes samples from the trajectories of agents: one sample for each turn of the assistant.
+"""Makes samples of conversations: of agents' trajectories one for each turn of the assistant, and of OpenAI's MRCR.
 
 The prompt of a sample is the messages before the turn. Cutting a prompt drops whole messages before the last one.
 """
@@ -19,7 +19,8 @@ _MESSAGE_COLUMNS = ("messages", "turns", "trajectory")
 
 def turn_samples(example: Example) -> Iterator[Sample]:
     """Yields a sample for each message of the assistant that follows another message."""
-    messages, tools, turn = _messages(example), _tools(example), 0
+    raw_messages = next((example.columns[c] for c in _MESSAGE_COLUMNS if example.columns.get(c)), None)
+    messages, tools, turn = _messages(example, "trajectories", raw_messages), _tools(example), 0
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i:
             turn += 1
@@ -31,6 +32,22 @@ def turn_samples(example: Example) -> Iterator[Sample]:
         raise PromptError(f"{example.origin}: no message of an assistant follows another message: give other rows.")
 
 
+def mrcr_samples(example: Example) -> Iterator[Sample]:
+    """Yields the sample of a row of OpenAI's MRCR: the last message asks for a random string, followed by the text of
+    an earlier message."""
+    columns = example.columns
+    messages = _messages(example, "mrcr", columns.get("prompt"))
+    answer, prefix = columns.get("answer"), columns.get("random_string_to_prepend")
+    if not isinstance(answer, str) or not isinstance(prefix, str):
+        raise PromptError(f"{example.origin} is no row of mrcr: it lacks answer or random_string_to_prepend.")
+    num_needles = columns.get("n_needles")
+    dataset = "mrcr" if num_needles is None else f"mrcr/{num_needles}needle"
+    yield Sample(
+        "", "", dataset, example.origin, messages=messages, answers=(answer.removeprefix(prefix),),
+        metric="similarity", answer_prefix=prefix,
+    )  # fmt: skip
+
+
 def _tools(example: Example) -> Any:
     """Returns the functions that the assistant may call; None if there are none."""
     extras = _parse(example.columns.get("extras"))
@@ -38,13 +55,13 @@ def _tools(example: Example) -> Any:
     return _without_nulls(tools) if tools else None
 
 
-def _messages(example: Example) -> tuple[dict[str, Any], ...]:
-    """Returns the messages of a row, normalised for chat templates. Raises PromptError if the row has none."""
-    messages = _parse(next((example.columns[c] for c in _MESSAGE_COLUMNS if example.columns.get(c)), None))
+def _messages(example: Example, task: str, raw_messages: Any) -> tuple[dict[str, Any], ...]:
+    """Returns the messages of a row, normalised for chat templates. Raises PromptError if there are none."""
+    messages = _parse(raw_messages)
     valid = isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
     if not messages or not valid:
         raise PromptError(
-            f"{example.origin} is no row of trajectories: it has no list of messages with roles; it has "
+            f"{example.origin} is no row of {task}: it has no list of messages with roles; it has "
             f"{', '.join(example.columns)}."
         )
     return tuple(_normalize_message(message) for message in messages)

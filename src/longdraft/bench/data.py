@@ -33,6 +33,7 @@ class Sample:
         separator: the text between preface, document and instruction.
         answers: reference answers; any one is right.
         metric: how an answer is scored, one of :data:`longdraft.bench.scores.METRICS`; empty: not scored.
+        answer_prefix: text that an answer must begin with, or its score is 0; it is not compared.
         score_first_line: score only the first line of an answer: models write more few-shot examples after it.
         classes: for classification, the names of all classes.
         no_chat_template: encode as plain text, as LongBench does for its code and few-shot tasks.
@@ -51,6 +52,7 @@ class Sample:
     separator: str = "\n\n"
     answers: tuple[str, ...] = ()
     metric: str = ""
+    answer_prefix: str = ""
     score_first_line: bool = False
     classes: tuple[str, ...] = ()
     no_chat_template: bool = False

@@ -1,7 +1,7 @@
 """Scores answers against reference answers, from 0 to 1.
 
 F1, edit similarity, classes and numbers are defined as in LongBench (Bai et al. 2024, ``metrics.py``), choices as in
-LongBench v2, needles as in RULER. The package rouge-score computes ROUGE-L.
+LongBench v2, needles as in RULER, similarity as in OpenAI's MRCR. The package rouge-score computes ROUGE-L.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ def edit_similarity(text: str, answer: str) -> float:
     if line == answer:
         return 1.0
     return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100 if line and answer else 0.0
+
+
+def similarity(text: str, answer: str) -> float:
+    """Returns the ratio of ``difflib``: twice the characters in common, over the characters of both."""
+    return SequenceMatcher(None, text, answer).ratio()
 
 
 def score_choice(text: str, answer: str) -> float:
@@ -100,7 +105,7 @@ def rouge_l() -> Callable[[str, str], float]:
 
 ROUGE, CLASSES, CONTAINS = "rouge_l", "classes", "found"
 _METRIC_FUNCTIONS: dict[str, Callable[[str, str], float]] = {
-    "f1": score_f1, "edit_similarity": edit_similarity, "choice": score_choice, "number": score_number,
+    "f1": score_f1, "edit_similarity": edit_similarity, "similarity": similarity, "choice": score_choice, "number": score_number,
     "numbers": score_numbers, CONTAINS: contains_answer,
 }  # fmt: skip
 METRICS = (*_METRIC_FUNCTIONS, ROUGE, CLASSES)
@@ -112,6 +117,9 @@ def score_answer(sample: Sample, text: str) -> float | None:
     Returns None if the sample has no references or no metric, or if ROUGE is not installed."""
     if not sample.answers or not sample.metric:
         return None
+    if not text.startswith(sample.answer_prefix):
+        return 0.0
+    text = text.removeprefix(sample.answer_prefix)
     if sample.score_first_line:
         text = text.lstrip("\n").split("\n")[0]
     if sample.metric == ROUGE:

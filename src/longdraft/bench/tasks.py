@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench import examples, ruler
-from longdraft.bench.conversations import turn_samples
+from longdraft.bench.conversations import mrcr_samples, turn_samples
 from longdraft.bench.data import Sample
 from longdraft.bench.examples import Example
 from longdraft.bench.scores import CLASSES, CONTAINS, ROUGE
@@ -120,6 +120,7 @@ TASKS = {
     "ruler": Task("{context}", ("input",), ("outputs",), metric=CONTAINS),
     "spec-bench": Task("{context}", map_columns=_spec_bench),
     "speed-bench": Task("{context}", map_columns=_speed_bench),
+    "mrcr": Task("", hub={"path": "openai/mrcr", "split": "train"}, make_samples=mrcr_samples),
     "trajectories": Task("", make_samples=turn_samples),
     "pg19": Task(
         "{context}\n\nWrite on where this book stops.", ("text",), hub={"path": "emozilla/pg19", "split": "test"}
