@@ -105,8 +105,8 @@ def rouge_l() -> Callable[[str, str], float]:
 
 ROUGE, CLASSES, CONTAINS = "rouge_l", "classes", "found"
 _METRIC_FUNCTIONS: dict[str, Callable[[str, str], float]] = {
-    "f1": score_f1, "edit_similarity": edit_similarity, "similarity": similarity, "choice": score_choice, "number": score_number,
-    "numbers": score_numbers, CONTAINS: contains_answer,
+    "f1": score_f1, "edit_similarity": edit_similarity, "similarity": similarity, "choice": score_choice,
+    "number": score_number, "numbers": score_numbers, CONTAINS: contains_answer,
 }  # fmt: skip
 METRICS = (*_METRIC_FUNCTIONS, ROUGE, CLASSES)
 """Names of all metrics."""
