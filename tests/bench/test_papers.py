@@ -66,7 +66,7 @@ def test_small_scale_shrinks_lengths_and_budgets():
 def test_names_are_forgiving():
     assert get_table(get_paper("LongSpec"), "Figure 5").name == "fig5"
     assert get_table(get_paper("specpv"), "table 2").name == "2"
-    with pytest.raises(RequestError, match="Its tables: 1, 2, 3, 4"):
+    with pytest.raises(RequestError, match="Its tables: fig1, 1, 2, 3, fig4"):
         get_table(get_paper("specpv"), "9")
     with pytest.raises(RequestError, match="Papers: longspec"):
         get_paper("medusa")

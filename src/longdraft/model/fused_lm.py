@@ -39,7 +39,7 @@ class FusedLM:
     @classmethod
     def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
         """Makes a FusedLM, or returns None if our kernels cannot run the model or its RoPE depends on the length."""
-        if depends_on_length(rotary_module(runner.model)):
+        if not runner.allows_fusion or depends_on_length(rotary_module(runner.model)):
             return None
         stack = runner.execution_model.fused.draft_stack
         return None if stack is None else cls(runner, stack)

@@ -47,6 +47,7 @@ class TargetRunner:
         num_layers: number of decoder layers.
         device: the model's device.
         attention_path: name of the attention implementation on this machine (:mod:`longdraft.attention.dispatch`).
+        allows_fusion: False if fused layers would compute another attention path, or the environment turns them off.
         attend: the attention function of this path; may be replaced.
         prefix_attend: computes attention of a drafter's queries to the target's committed KV, on this path.
         graphs: CUDA graphs of the target, and of drafts that read the target's KV; may be replaced.
@@ -104,7 +105,8 @@ class TargetRunner:
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         layout = self.execution_model.layout
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
-        can_capture = self.tp_rank is None and not (layout.windows or layout.recurrent)
+        self.allows_fusion = dispatch.allows_fusion(self.device, self.attention_path)
+        can_capture = self.allows_fusion and self.tp_rank is None and not (layout.windows or layout.recurrent)
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
         # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
@@ -404,7 +406,7 @@ class TargetRunner:
             model.layout,
             frozenset(taps.queries),
             frozenset(taps.hidden),
-            self.profiler is None and model.fused.can_run(store, batch),
+            self.profiler is None and self.allows_fusion and model.fused.can_run(store, batch),
         )
         if ctx.fused and model.fused.stack is not None:
             return model.fused.run(ctx, logits), ctx.hidden, ctx.queries

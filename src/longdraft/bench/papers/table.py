@@ -26,6 +26,12 @@ FIGURES = {
     "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),
     "rest_ms": ("all else, ms a round", "{:.2f}"),
+    "round_ms": ("a round, timed without the profiler, ms", "{:.2f}"),
+    "prefill_s": ("prefill, seconds", "{:.2f}"),
+    "draft_forward_ms": ("one forward of the draft, ms", "{:.3f}"),
+    "select_ms": ("one selection of chunks, with the update of the draft's cache, ms", "{:.3f}"),
+    "score": ("score of the answers, in per cent", "{:.1f}"),
+    "speedup_vs_full": ("speed-up over full verification", "{:.2f}x"),
 }
 """By a figure's key: the figure's name in reports, and its ``str.format`` pattern. A figure is a measured number."""
 
@@ -42,7 +48,12 @@ class Line:
         method: a method of longdraft, or a peer of the bench.
         options: the paper's options.
         note: how longdraft's method differs from the paper's.
-        attention: an attention path to force, such as "sdpa"; empty: the machine's default path.
+        attention: an attention path to force, such as "sdpa"; "own": this machine's default path, forced too, as the
+            control of a forced one: neither fused layers nor CUDA graphs run; empty: the machine's fastest way.
+        prefill_attention: an attention path for prompts; empty: as ``attention``.
+        cache_tokens: in a column that varies ``chunk``, the size of the working cache, which stays fixed.
+        renamed: {an option of a column: the option of this line's method with the same meaning}.
+        draft_index: which of the user's drafts of the method's kind the line uses, in their order.
     """
 
     name: str
@@ -50,6 +61,15 @@ class Line:
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     attention: str = ""
+    prefill_attention: str = ""
+    cache_tokens: int | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    draft_index: int = 0
+
+    @property
+    def attention_paths(self) -> tuple[str, str]:
+        """``attention`` and ``prefill_attention``."""
+        return self.attention, self.prefill_attention
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,8 @@ class Table:
         baseline: the line or method that speed-ups are relative to.
         counts_bonus: the paper's accepted lengths include the bonus token.
         length_average, rate_average: how the paper averages accepted lengths, and tokens/s (and so speed-ups).
+        answer_tokens: above 0, a text is a chain of thought, after which an answer of so many tokens is asked for.
+        offload: the KV cache lies in host memory.
         includes_prefill: the paper's tokens/s and speed-ups include the prefill.
         small_scale: sizes for a quick run.
         remarks: remarks on the paper's figures.
@@ -131,6 +153,8 @@ class Table:
     counts_bonus: bool = True
     length_average: Average = "pooled"
     rate_average: Average = "pooled"
+    answer_tokens: int = 0
+    offload: bool = False
     includes_prefill: bool = False
     small_scale: SmallScale = SmallScale()
     remarks: tuple[str, ...] = ()

@@ -13,8 +13,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import torch
+
 from longdraft.attention import dispatch
 from longdraft.bench import quality, report, tasks
+from longdraft.bench.contenders import Run
 from longdraft.bench.experiment import Tick, Unit
 from longdraft.bench.needle import NeedleBench, TokenPrediction, accuracy, make_haystacks, perplexity
 from longdraft.bench.papers.table import Column, Line
@@ -35,10 +38,14 @@ from longdraft.model.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.registry import KINDS
 
+OWN_PATH = "own"
+"""The attention path that this machine chooses, forced."""
+AttentionPaths = tuple[str, str]
+"""Forced attention paths, of verification and of prompts; see :class:`~longdraft.bench.papers.table.Line`."""
 Prompts = Mapping[str, Sequence[Prompt]]
 """By the name of a column: the column's prompts."""
-Drafts = Mapping[str, Path]
-"""By the kind of draft: the user's folder or file."""
+Drafts = Mapping[str, Sequence[Path]]
+"""By the kind of draft: the user's folders and files."""
 
 
 def plan_speed(
@@ -57,21 +64,21 @@ def plan_speed(
     """
     table = scaled.table
     available, notes = _available_cells(scaled, TargetRunner(loaded.model), drafts)
-    contenders = {line.name: contender_name(line.method, options) for line, _, options in available}
+    contenders = {line.name: _contender(line, options) for line, _, options in available}
     baseline = contenders.get(table.baseline, table.baseline)
-    # By attention path and contender: the contender's options. Each path has its own bench, see ``_forced_attention``.
-    options_by_attention: dict[str, dict[str, dict[str, Any]]] = {}
+    # By attention paths and contender: the contender's options. Paths have a bench each, see ``_forced_attention``.
+    options_by_paths: dict[AttentionPaths, dict[str, dict[str, Any]]] = {}
     for line, _, options in available:
-        by_contender = options_by_attention.setdefault(line.attention, {})
-        by_contender[contender_name(line.method, options)] = add_draft(line.method, options, drafts)
-    for by_contender in options_by_attention.values():
+        by_contender = options_by_paths.setdefault(line.attention_paths, {})
+        by_contender[_contender(line, options)] = add_draft(line.method, options, drafts, line.draft_index)
+    for by_contender in options_by_paths.values():
         if baseline in PEERS:
             by_contender.setdefault(baseline, {})
-    benches: dict[tuple[str, float], Bench] = {}  # by attention path and temperature; only the last bench is kept
+    benches: dict[tuple[AttentionPaths, float], Bench] = {}  # by paths and temperature; only the last bench is kept
 
-    def measure(attention: str, settings: Settings, batch: PromptBatch, tick: Tick) -> UnitResult:
-        key = attention, settings.sampling.temperature
-        with _forced_attention(attention):
+    def measure(paths: AttentionPaths, settings: Settings, batch: PromptBatch, tick: Tick) -> UnitResult:
+        key = paths, settings.sampling.temperature
+        with _forced_attention(*paths):
             if key not in benches:
                 benches.clear()
                 gc.collect()
@@ -79,21 +86,21 @@ def plan_speed(
                 benches[key].warm_up(batch[0])
             return asdict(benches[key].measure(batch, tick))
 
-    def batches(attention: str, temperature: float, column: Column) -> dict[str, PromptBatch]:
+    def batches(paths: AttentionPaths, temperature: float, column: Column) -> dict[str, PromptBatch]:
         """Returns a column's batches, each by a name for its unit. Columns that differ only in options share units."""
         group, size = prompts[column.name], column.batch
         name = f"{column.dataset}, {group[0].context or 'whole'} tokens, batch {size}, T = {temperature:g}"
-        name += attention and f", {attention}"
+        name += "".join(f", {path}" for path in paths if path)
         return {f"{name}, {i + 1}": tuple(group[i * size : (i + 1) * size]) for i in range(len(group) // size)}
 
     units: dict[str, Unit] = {}
-    for temperature, (attention, by_contender) in product(table.temperatures, options_by_attention.items()):
+    for temperature, (paths, by_contender) in product(table.temperatures, options_by_paths.items()):
         settings = _settings(scaled, by_contender, temperature)
         num_cold = sum(settings.cold or name == REFERENCE or name in PEERS for name in settings.contenders)
         num_runs = num_cold + len(settings.contenders) * settings.repeats
         for column in table.columns:
-            for name, batch in batches(attention, temperature, column).items():
-                units.setdefault(name, Unit(num_runs, partial(measure, attention, settings, batch)))
+            for name, batch in batches(paths, temperature, column).items():
+                units.setdefault(name, Unit(num_runs, partial(measure, paths, settings, batch)))
 
     def speed(results: Sequence[BatchResult], name: str) -> float | None:
         """Returns a contender's tokens/s as the paper counts and averages. Seconds are the median of a batch's runs."""
@@ -115,25 +122,33 @@ def plan_speed(
             "tokens_per_second": entry_speed,
             "speedup": ratio(entry_speed, baseline_speed),
             **_part_ms([result.profiles[entry.name]["seconds"] for result in results if entry.name in result.profiles]),
+            "round_ms": _round_ms([run for result in results for run in result.rounds.get(entry.name, ())]),
+            "prefill_s": _prefill_seconds([r.cold[entry.name] for r in results if entry.name in r.cold]),
         }
         (row,) = report.rows([entry.name], results)
         return {key: values.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
     entries = []
     for temperature, (line, column, options) in product(table.temperatures, available):
-        unit_names, name = list(batches(line.attention, temperature, column)), contender_name(line.method, options)
+        unit_names, name = list(batches(line.attention_paths, temperature, column)), _contender(line, options)
         entries.append(TableEntry(line, column, name, options, unit_names, temperature))
     return TablePlan(units, entries, figures, notes)
 
 
+def _contender(line: Line, options: Mapping[str, Any]) -> str:
+    """Returns the name of a line's contender. Two lines may differ in their drafts alone."""
+    return contender_name(line.method, {**options, **({"draft": line.draft_index} if line.draft_index else {})})
+
+
 def _settings(scaled: ScaledTable, by_contender: Mapping[str, Mapping[str, Any]], temperature: float) -> Settings:
     """Makes the bench's settings. ``by_contender``: the options of each contender."""
+    offload = "host" if scaled.table.offload and torch.cuda.is_available() else None
     return Settings(
         tuple(by_contender), scaled.max_tokens, repeats=1 if scaled.is_small else 3,
         sampling=Sampling(temperature, foresee=False),  # in the papers drafts do not see the sampling noise
         ignore_eos=scaled.is_small, cold=scaled.table.includes_prefill, plan=scaled.plan,
         contender_options={name: options for name, options in by_contender.items() if options},
-        profile=scaled.table.is_profiled,
+        profile=scaled.table.is_profiled, offload=offload,
     )  # fmt: skip
 
 
@@ -146,18 +161,20 @@ def _available_cells(
     chunks keeps the number.
     """
     table = scaled.table
-    # By attention path and contender: why the contender cannot run; None if it can.
-    reasons: dict[tuple[str, str], str | None] = {}
+    # By attention paths and contender: why the contender cannot run; None if it can.
+    reasons: dict[tuple[AttentionPaths, str], str | None] = {}
     available: list[tuple[Line, Column, dict[str, Any]]] = []
     refused: dict[tuple[str, str], list[str]] = {}  # by line and reason: the columns
 
     def reason_of(line: Line, options: Mapping[str, Any]) -> str | None:
-        key = line.attention, contender_name(line.method, options)
+        key = line.attention_paths, _contender(line, options)
         if key not in reasons:
-            reasons[key] = refusal(line.method, add_draft(line.method, options, drafts), runner)
-            if reasons[key] is None and line.attention:
-                shape = runner.kv_shape
-                reasons[key] = dispatch.why_unavailable(line.attention, runner.device, shape.dtype, shape.head_dim)
+            reasons[key] = refusal(line.method, add_draft(line.method, options, drafts, line.draft_index), runner)
+            shape = runner.kv_shape
+            for path in line.attention_paths:
+                if path not in ("", OWN_PATH):
+                    reason = dispatch.why_unavailable(path, runner.device, shape.dtype, shape.head_dim)
+                    reasons[key] = reasons[key] or reason
         return reasons[key]
 
     for line, column in table.cells():
@@ -180,17 +197,24 @@ def _available_cells(
 
 
 @contextmanager
-def _forced_attention(path: str) -> Iterator[None]:
-    """Forces an attention path for runners that are made inside the context; empty: the default path."""
-    previous = os.environ.get(dispatch.ENVIRONMENT_VARIABLE)
-    if path:
-        os.environ[dispatch.ENVIRONMENT_VARIABLE] = path
+def _forced_attention(path: str, prefill_path: str) -> Iterator[None]:
+    """Forces attention paths for runners that are made inside the context, without fused layers and CUDA graphs; two
+    empty paths: nothing is forced. ``prefill_path``: for prompts; empty: ``path``."""
+    if not path and not prefill_path:
+        yield
+        return
+    paths = {dispatch.ENVIRONMENT_VARIABLE: path, dispatch.PREFILL_VARIABLE: prefill_path}
+    forced = {name: dispatch.DEFAULT if value == OWN_PATH else value for name, value in paths.items()}
+    forced[dispatch.FUSION_VARIABLE] = "off"
+    previous = {name: os.environ.get(name) for name in forced}
+    os.environ.update(forced)
     try:
         yield
     finally:
-        os.environ.pop(dispatch.ENVIRONMENT_VARIABLE, None)
-        if previous is not None:
-            os.environ[dispatch.ENVIRONMENT_VARIABLE] = previous
+        for name, value in previous.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _part_ms(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -199,6 +223,18 @@ def _part_ms(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return {}
     part_ms = {f"{part}_ms": 1000 * mean(by_part[part] for by_part in seconds) for part in seconds[0]}
     return {**part_ms, "verify_ms": part_ms["attention_ms"] + part_ms["forward_ms"]}
+
+
+def _round_ms(runs: Sequence[Run]) -> float | None:
+    """Returns the mean milliseconds of a round in timed runs. A batch has as many rounds as its slowest sequence."""
+    num_rounds = sum(max(run.rounds) for run in runs)
+    return 1000 * sum(run.decode_seconds for run in runs) / num_rounds if num_rounds else None
+
+
+def _prefill_seconds(runs: Sequence[Run]) -> float | None:
+    """Returns the mean seconds from the start of cold runs to their first token."""
+    seconds = [run.first_token_seconds for run in runs if run.first_token_seconds is not None]
+    return mean(seconds) if seconds else None
 
 
 def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSources, drafts: Drafts) -> TablePlan:
@@ -211,7 +247,7 @@ def plan_needles(scaled: ScaledTable, loaded: LoadedModel, sources: SampleSource
     """
     (column,) = scaled.table.columns
     views = {line.name: (line.method, scaled.options(line, column)) for line in scaled.table.lines}
-    bench = NeedleBench(loaded, views, {kind: KINDS[kind].load(path) for kind, path in drafts.items()})
+    bench = NeedleBench(loaded, views, {kind: KINDS[kind].load(paths[0]) for kind, paths in drafts.items()})
     length, context = scaled.prompt_tokens(column) or 0, bench.runner.context_length
     if length > context and not scaled.is_small:
         raise ContextError(f"Haystacks of {length:,} tokens exceed the context of {context:,}: take --scale small.")

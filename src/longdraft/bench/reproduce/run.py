@@ -77,7 +77,8 @@ def prepare(
         scaled: the table, at the scale to measure.
         loaded, model: the target, and its name as the user wrote it.
         sources: where the samples come from.
-        drafts: draft folders and files, one of each kind; the package's drafts serve the other kinds.
+        drafts: draft folders and files; the package's drafts serve the other kinds. Lines use the first of a kind, or
+            the one that their ``draft_index`` says.
         load_dequantized: see :class:`~longdraft.bench.run.Bench`.
         progress: called with a line of text before a step that takes long.
     """
@@ -113,7 +114,7 @@ def prepare(
             **({"foresee": False} if any(table.temperatures) else {}),
         },
         "units": list(plan.units),
-        "drafts": {kind: fingerprint(folder) for kind, folder in by_kind.items()},
+        "drafts": {kind: "; ".join(map(fingerprint, folders)) for kind, folders in by_kind.items()},
     }
     token_ids = {name: [prompt.token_ids for prompt in group] for name, group in prompts.items()}
     header = unit_header(FORMAT, content, loaded, model, token_ids)

@@ -67,7 +67,10 @@ class ScaledTable:
     def options(self, line: Line, column: Column) -> dict[str, Any]:
         """Returns the options of a cell's method, at this scale."""
         method_options = METHODS[line.method].options if line.method in METHODS else ()
-        options = {**line.options, **{name: column.options[name] for name in column.options if name in method_options}}
+        from_column = {line.renamed.get(name, name): value for name, value in column.options.items()}
+        options = {**line.options, **{name: from_column[name] for name in from_column if name in method_options}}
+        if line.cache_tokens is not None and "chunk" in column.options:  # chunks of another size in the same cache
+            options["chunks"] = max(1, line.cache_tokens // options["chunk"])
         scaled = {name: max(1, options[name] // self.size_divisor) for name in options if name in SCALED_OPTIONS}
         return options | scaled
 
@@ -154,24 +157,30 @@ def _entry_differences(entry: TableEntry, column_differences: Sequence[str]) -> 
     return [difference for difference in differences if difference]
 
 
-def drafts_by_kind(folders: Sequence[Path]) -> dict[str, Path]:
-    """Sorts draft folders and files by the kind of draft.
+def drafts_by_kind(folders: Sequence[Path]) -> dict[str, list[Path]]:
+    """Sorts draft folders and files by the kind of draft. Drafts of a kind keep their order.
 
     Raises:
         CheckpointError: a folder or file holds no draft.
     """
     # A path that does not exist is the hub id of a small language model.
-    return {kind_of(folder).name if folder.exists() else "small-lm": folder for folder in folders}
+    by_kind: dict[str, list[Path]] = {}
+    for folder in folders:
+        by_kind.setdefault(kind_of(folder).name if folder.exists() else "small-lm", []).append(folder)
+    return by_kind
 
 
-def add_draft(method: str, options: Mapping[str, Any], drafts: Mapping[str, Path]) -> dict[str, Any]:
-    """Adds the user's draft to the options, if there is one of the method's kind."""
+def add_draft(
+    method: str, options: Mapping[str, Any], drafts: Mapping[str, Sequence[Path]], index: int = 0
+) -> dict[str, Any]:
+    """Adds the user's draft to the options, if there is one of the method's kind: the one at ``index``, or the last."""
     if method not in METHODS:
         return dict(options)
     # The option ``drafter`` names another method, whose draft is needed. A method that needs no draft gets none.
     drafting_method = METHODS[options.get("drafter", method)]
     kind = drafting_method.draft_kind if drafting_method.needs_draft else None
-    return {**options, **({"draft": drafts[kind]} if kind is not None and kind in drafts else {})}
+    paths = () if kind is None else drafts.get(kind, ())
+    return {**options, **({"draft": paths[min(index, len(paths) - 1)]} if paths else {})}
 
 
 def refusal(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:

@@ -32,7 +32,8 @@ BlockInputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tenso
 def draft_kernels(runner: TargetRunner, head_dim: int) -> Kernels | None:
     """Returns our CPU kernels; None if they cannot run drafts for this target, or heads of this size."""
     is_supported = runner.tp_rank is None and runner.device.type == "cpu" and runner.kv_shape.dtype == torch.float32
-    return kernels() if is_supported and runner.attention_path == "cpu" and head_dim % HEAD_DIM_MULTIPLE == 0 else None
+    uses_kernels = is_supported and runner.allows_fusion and runner.attention_path == "cpu"
+    return kernels() if uses_kernels and head_dim % HEAD_DIM_MULTIPLE == 0 else None
 
 
 class FusedLevel:
