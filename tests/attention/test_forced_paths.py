@@ -47,6 +47,6 @@ def test_a_forced_path_computes_prompts_and_verifications(variables, expected, m
     results = {}
     for method in ("ar", "prompt-lookup"):
         called.clear()
-        results[method] = Speculator(method, model).generate(PROMPT, max_new_tokens=12)
+        (results[method],) = Speculator(method, model).generate([PROMPT], max_new_tokens=24)
         assert called == expected
     assert results["prompt-lookup"].token_ids == results["ar"].token_ids and results["prompt-lookup"].accepted
