@@ -13,6 +13,7 @@ from longdraft import LoadedModel, Speculator
 from longdraft.bench.data import Sample
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.quality import FULL, QualityBench, QualitySettings, make_variants
+from longdraft.bench.thinking import answer_turn, with_thinking
 from longdraft.cli import options
 from longdraft.cli.main import main
 from tests.support.drafts import random_draft, random_eagle3
@@ -194,3 +195,18 @@ def test_a_run_that_was_stopped_goes_on(command, press_ctrl_c, tmp_path):
     assert code == 0 and "1 prompts are in" in err and (tmp_path / "q.md").read_text().count("drafts by") == 2
     assert {row["dataset"] for row in json.loads(out.splitlines()[-1])["rows"]} == {"rows", "short"}
     assert command(*given, "-t", 1)[0] == 2  # other settings
+
+
+def test_an_answer_is_asked_for_after_a_chain_of_thought(loaded):
+    question = Sample(TEXT, "What sat?", "pets", "pets.jsonl:1", answers=("cat",), metric="found")
+    prompt = Prompt(question, tuple(with_thinking(question).encode(loaded.tokenizer)))
+    options = {"drafter": "prompt-lookup", **SIZES}
+    settings = QualitySettings(make_variants([8], [6], ["minmax"]), 24, True, options=options, answer_tokens=6)
+    run = QualityBench(loaded, settings).measure(prompt)["runs"]["ar"]
+    plain = Speculator("ar", loaded.model, loaded.tokenizer)
+    (thought,) = plain.generate([list(prompt.token_ids)], max_new_tokens=24, eos_token_ids=[])
+    tokens = thought.token_ids[:-1] if thought.token_ids[-1] in plain.runner().eos_token_ids else thought.token_ids
+    (answer,) = plain.generate([[*prompt.token_ids, *tokens, *answer_turn(loaded.tokenizer)]], max_new_tokens=6)
+    assert (run["text"], run["answer"]) == (thought.text, answer.text) and run["score"] == float("cat" in answer.text)
+    with pytest.raises(ValueError, match="answer-tokens"):
+        QualitySettings(make_variants([8], [6], ["minmax"]), options=options, answer_tokens=-1)

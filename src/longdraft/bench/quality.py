@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from longdraft.bench.contenders import eos_ids
 from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint, jsonable
@@ -41,6 +42,7 @@ from longdraft.bench.tables import (
     pluralize,
     ratio,
 )
+from longdraft.bench.thinking import MAX_TURN_TOKENS, answer_turn
 from longdraft.bench.ties import first_difference, forward_in_chunks
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.specpv import SpecPV
@@ -107,6 +109,8 @@ class QualitySettings:
         kv_dtypes: dtypes of KV caches with which ``ar`` decodes too.
         options: options of specpv and its drafter that all variants have.
         temperature: above 0, all contenders sample with the same random numbers.
+        answer_tokens: above 0, a text is a chain of thought. Then the answer is asked for, which has so many tokens at
+            most, and is scored.
 
     Raises:
         ValueError: the options make no partial cache.
@@ -119,10 +123,12 @@ class QualitySettings:
     kv_dtypes: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
+    answer_tokens: int = 0
 
     def __post_init__(self) -> None:
         Sampling(self.temperature)
         whole_number("max-tokens", self.max_tokens, 2)
+        whole_number("answer-tokens", self.answer_tokens, 0)
         if varied := sorted(VARIANT_DEFAULTS.keys() & self.options):
             raise ValueError(f"{', '.join(varied)} differs between variants: give it as --{varied[0]}, a list")
         for name in self.kv_dtypes:
@@ -134,12 +140,16 @@ class QualitySettings:
             method.check_options(options)
             method.verifier(**{name: options[name] for name in method.verifier_options if name in options})
 
+    @property
+    def new_tokens(self) -> int:
+        """Tokens after a prompt, at most."""
+        return self.max_tokens + (MAX_TURN_TOKENS + self.answer_tokens if self.answer_tokens else 0)
+
     def header(self) -> dict[str, Any]:
         """The settings for the header of a file of records."""
         path = self.options.get("draft")
         draft = {} if path is None else {"draft": fingerprint(Path(path))}
-        # This version can continue the files of old versions, whose headers have answer_tokens.
-        return {"settings": {**vars(self), "answer_tokens": 0, "options": jsonable({**self.options, **draft})}}
+        return {"settings": {**vars(self), "options": jsonable({**self.options, **draft})}}
 
 
 class QualityBench:
@@ -151,7 +161,8 @@ class QualityBench:
         names: names of the contenders, in the order in which they decode a prompt.
 
     Raises:
-        CapabilityError: the drafter's draft is missing. If rouge-score is missing, ``measure`` raises CapabilityError.
+        CapabilityError: the drafter's draft is missing; or answers are to be asked for, and the chat template has no
+            second turn. If rouge-score is missing, ``measure`` raises CapabilityError.
     """
 
     def __init__(self, loaded: LoadedModel, settings: QualitySettings) -> None:
@@ -173,6 +184,8 @@ class QualityBench:
         self._bench = Bench(loaded, bench_settings)
         self.names = tuple(FULL if name == self.drafter else name for name in self._bench.methods)
         self._contenders = dict(zip(self.names, self._bench.methods.values(), strict=True))
+        self._eos = eos_ids(self._bench.target, loaded.tokenizer, ignore_eos=False)
+        self._answer_turn = answer_turn(loaded.tokenizer) if settings.answer_tokens else ()
 
     def reference_of(self, name: str) -> str | None:
         """Returns the name of the contender that a contender is compared with; None for ``ar``."""
@@ -210,13 +223,14 @@ class QualityBench:
             gc.collect()  # so that no collection falls into a timed run
             run = self._contenders[name].decode_warm(self._bench.make_job([prompt.token_ids], self.settings.max_tokens))
             (tokens[name],) = run.tokens
-            text = str(self._tokenizer.decode(list(tokens[name]), skip_special_tokens=True))
+            text = self._text(tokens[name])
+            answer = self._answer(name, prompt.token_ids, tokens[name]) if self._answer_turn else None
             view = self.view_of(name) if name in self.settings.variants else None
             runs[name] = {
                 "text": text, "tokens": run.new_tokens, "rounds": sum(run.rounds),
                 "partial_rounds": run.partial_rounds, "decode_seconds": run.decode_seconds,
                 "surprise": self._nll(prompt.token_ids, tokens[name]),
-                "score": score_answer(prompt.sample, text),
+                "answer": answer, "score": score_answer(prompt.sample, text if answer is None else answer),
                 "view": None if view is None else f"{view.size:,} = {view}",
             }  # fmt: skip
             if (reference := self.reference_of(name)) is None:
@@ -226,6 +240,15 @@ class QualityBench:
         sample = prompt.sample
         origin = {"dataset": sample.dataset, "origin": sample.origin, "scored": sample.metric or None}
         return {**origin, "context_tokens": len(prompt.token_ids), "runs": runs}
+
+    def _answer(self, name: str, prompt: Sequence[int], thought: Sequence[int]) -> str:
+        """Returns the contender's answer after its chain of thought."""
+        thought = thought[:-1] if thought[-1] in self._eos else thought
+        job = self._bench.make_job([(*prompt, *thought, *self._answer_turn)], self.settings.answer_tokens)
+        return self._text(self._contenders[name].decode_warm(replace(job, eos_ids=self._eos)).tokens[0])
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     @torch.inference_mode()
     def _nll(self, prompt: Sequence[int], output: Sequence[int]) -> float:
@@ -248,7 +271,7 @@ class QualityBench:
                 "dataset": prompt["dataset"], "origin": prompt["origin"], "method": name, "text": run["text"],
                 "reference": reference,
                 "reference_text": None if reference is None else prompt["runs"][reference]["text"],
-                "answer": None,
+                "answer": run.get("answer"),
             }
             for prompt in measured
             for name, run in prompt["runs"].items()
@@ -260,7 +283,7 @@ class QualityBench:
 
     def _row(self, name: str, measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         variant = self.settings.variants.get(name)
-        speeds = [[_speed(prompt["runs"][contender]) for prompt in measured] for contender in (name, FULL)]
+        speeds = [[run_speed(prompt["runs"][contender]) for prompt in measured] for contender in (name, FULL)]
         return {
             "method": METHOD if variant else name,
             **{option: variant and variant.get(option) for option in VARIANT_DEFAULTS},
@@ -293,8 +316,8 @@ def _compare_texts(
     return {"rouge_l": rouge_l()(reference_text, text), "same_tokens": same, "same_share": same / longer}
 
 
-def _speed(run: Mapping[str, Any]) -> float | None:
-    """Tokens/s of a run. Files of old versions have tokens/s instead of seconds, and count the prefill's token."""
+def run_speed(run: Mapping[str, Any]) -> float | None:
+    """Returns the tokens/s of a run. Files of old versions have tokens/s instead, and count the prefill's token."""
     seconds = run["decode_seconds"] if "decode_seconds" in run else ratio(run["tokens"], run["tokens_per_second"])
     return tokens_per_second(run["tokens"] - 1, seconds or 0.0)
 
@@ -312,7 +335,7 @@ def quality_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "same_share": mean_of(shares),
         "identical": shares.count(1.0) if shares else None,
         "surprise": mean_of(run["surprise"] for run in runs),
-        "tokens_per_second": median_of(map(_speed, runs)),
+        "tokens_per_second": median_of(map(run_speed, runs)),
         **acceptance_stats((run["tokens"] - 1, run["rounds"]) for run in runs),
         "partial_share": sum(run["partial_rounds"] for run in runs) / rounds if rounds else None,
         "score": mean_of(run.get("score") for run in runs),

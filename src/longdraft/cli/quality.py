@@ -45,6 +45,14 @@ def quality(
     temperature: Annotated[
         float, typer.Option("--temperature", "-t", help="Sampling temperature; all runs have the same random numbers.")
     ] = 0.0,
+    answer_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Let the model think for --max-tokens tokens, then ask for the answer: at most this many tokens, "
+            "which the references of --data score.",
+            show_default="the text is the answer",
+        ),
+    ] = 0,
     model_options: options.ModelOptions,
     output: measure_options.ReportOptions,
 ) -> None:
@@ -54,6 +62,7 @@ def quality(
     from longdraft.bench.quality import METHOD, QualityBench, QualitySettings, make_variants
     from longdraft.bench.results import unit_header
     from longdraft.bench.settings import Settings
+    from longdraft.bench.thinking import with_thinking
 
     method_args = method_options.parse_options(METHOD, option or []) | draft_options.options()
     method_args |= {} if drafter is None else {"drafter": drafter}
@@ -62,11 +71,12 @@ def quality(
         settings = QualitySettings(
             make_variants(budgets, margins, method_options.split_commas(selector)), prompt_options.max_tokens,
             prompt_options.ignore_eos, tuple(method_options.split_commas(kv_dtype or "")), method_args, temperature,
+            answer_tokens,
         )  # fmt: skip
         kwargs: dict[str, Any] = {"raw": prompt_options.raw, "template_kwargs": prompt_options.chat_prompt_kwargs}
-        prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
+        prompt_settings = Settings(max_tokens=settings.new_tokens, contexts=(context,), **kwargs)
     output.check_writable()
-    samples = prompt_options.read()
+    samples = [with_thinking(sample) if answer_tokens else sample for sample in prompt_options.read()]
     rouge_l()  # raises at once if the package rouge-score is missing
     with console.status() as status:
         loaded = model_options.load(status)
@@ -75,7 +85,7 @@ def quality(
         prompts = {f"{i}. {p.sample.origin}": p for i, p in enumerate(encoded, 1)}
         with options.settings_checked():
             bench = QualityBench(loaded, settings)
-        for note in bench.notes_on_short_prompts([len(p.token_ids) + settings.max_tokens for p in prompts.values()]):
+        for note in bench.notes_on_short_prompts([len(p.token_ids) + settings.new_tokens for p in prompts.values()]):
             console.note(note)
     token_ids = [prompt.token_ids for prompt in prompts.values()]
     header = unit_header("longdraft-quality", settings.header(), loaded, model_options.name, token_ids)

@@ -23,14 +23,14 @@ from longdraft.bench.needle import NeedleBench, TokenPrediction, accuracy, make_
 from longdraft.bench.papers.table import Column, Line
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt, PromptBatch
-from longdraft.bench.quality import FULL, METHOD, QualityBench, QualitySettings
+from longdraft.bench.quality import FULL, METHOD, QualityBench, QualitySettings, run_speed
 from longdraft.bench.records import from_json
 from longdraft.bench.reproduce.scaled import Figures, ScaledTable, TableEntry, TablePlan, UnitResult, add_draft, refusal
 from longdraft.bench.reproduce.sources import MODULES, SampleSources
 from longdraft.bench.run import BatchResult, Bench
 from longdraft.bench.scores import rouge_l
 from longdraft.bench.settings import REFERENCE, Settings, contender_name
-from longdraft.bench.tables import ratio
+from longdraft.bench.tables import median_of, ratio
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.metrics import average
@@ -304,8 +304,12 @@ def plan_quality(scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, dra
             names[line.name] = contender_name(METHOD, variant)
             variants[names[line.name]] = variant
     options = add_draft(METHOD, common, drafts)
-    bench = QualityBench(loaded, QualitySettings(variants, scaled.max_tokens, scaled.is_small, options=options))
-    context_lengths = [len(prompt.token_ids) + scaled.max_tokens for group in prompts.values() for prompt in group]
+    settings = QualitySettings(
+        variants, scaled.max_tokens, scaled.is_small and not table.answer_tokens, options=options,
+        answer_tokens=table.answer_tokens,
+    )  # fmt: skip
+    bench = QualityBench(loaded, settings)
+    context_lengths = [len(prompt.token_ids) + scaled.new_tokens for group in prompts.values() for prompt in group]
     column_units = {
         column.name: {
             f"{column.name}, prompt {i}": Unit(len(bench.names), partial(bench.measure, prompt))
@@ -322,6 +326,9 @@ def plan_quality(scaled: ScaledTable, loaded: LoadedModel, prompts: Prompts, dra
             "score": None if row["score"] is None else 100 * row["score"],
             **table.acceptance_stats((run["tokens"] - 1, run["rounds"]) for run in runs),
             "tokens_per_second": row["tokens_per_second"],
+            "speedup_vs_full": median_of(
+                ratio(run_speed(result["runs"][entry.name]), run_speed(result["runs"][FULL])) for result in results
+            ),
         }
         context_tokens = round(median(result["context_tokens"] for result in results))
         return as_published, {

@@ -10,6 +10,7 @@ from typing import Any
 from longdraft.bench.experiment import Unit
 from longdraft.bench.papers.table import SCALED_OPTIONS, Column, Line, Table
 from longdraft.bench.settings import format_option
+from longdraft.bench.thinking import MAX_TURN_TOKENS
 from longdraft.errors import LongdraftError
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
@@ -51,6 +52,12 @@ class ScaledTable:
         """New tokens of each prompt, at most."""
         scale = self.table.small_scale if self.is_small else self.table
         return self.max_tokens_override or scale.max_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens after a prompt, at most: the text, and the answer that is asked for after a chain of thought."""
+        answer_tokens = self.table.answer_tokens
+        return self.max_tokens + (MAX_TURN_TOKENS + answer_tokens if answer_tokens else 0)
 
     @property
     def num_prompts(self) -> int | None:

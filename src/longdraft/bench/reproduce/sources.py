@@ -11,6 +11,7 @@ from longdraft.bench.data import Sample, ShortTextPolicy, encode_truncated
 from longdraft.bench.papers.table import Column
 from longdraft.bench.prompts import Prompt, prompts_of_length
 from longdraft.bench.reproduce.scaled import ScaledTable
+from longdraft.bench.thinking import with_thinking
 from longdraft.errors import ContextError, PromptError
 from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
@@ -30,6 +31,8 @@ _INSTRUCTIONS = {
     "pg19": "Go on with this text where it stops.",
     "aime24": "Think step by step: which part of this is the most likely to go wrong, and how would you test it?",
 }
+# By data set of questions: the task of RULER that stands in for it, in RULER's noise.
+QUESTIONS = {"hotpotqa": "niah_multikey", "musique": "vt", "longbench-v2": "niah_single"}
 # Rows to read for each prompt that is needed: some rows are too short.
 _ROWS_PER_PROMPT = 8
 
@@ -66,7 +69,10 @@ class SampleSources:
 
 
 def stand_in_samples(dataset: str) -> list[Sample]:
-    """Makes a sample of each of :data:`MODULES`, with an instruction that resembles those of the data set."""
+    """Makes a sample of each of :data:`MODULES`, with an instruction that resembles those of the data set. Questions
+    with reference answers come from RULER."""
+    if dataset in QUESTIONS:
+        return [replace(sample, dataset=dataset) for sample in tasks.load_samples([QUESTIONS[dataset]])]
     instruction = _INSTRUCTIONS.get(dataset, _SUMMARY)
     files = map(tasks.module_source, MODULES)
     return [Sample(path.read_text(encoding="utf-8"), instruction, dataset, path.name) for path in files]
@@ -81,16 +87,21 @@ def column_prompts(
         ContextError: the prompts exceed the model's context.
         PromptError: no sample is long enough.
     """
-    max_length = TargetRunner(loaded.model).context_length - scaled.max_tokens
+    max_length = TargetRunner(loaded.model).context_length - scaled.new_tokens
     length = scaled.prompt_tokens(column)
     if max_length < 1 or (length is not None and length > max_length and not scaled.is_small):
         raise ContextError(
-            f"{column.name} needs {f'{length:,} + ' if length else ''}{scaled.max_tokens:,} tokens, and the model's "
-            f"context is {max_length + scaled.max_tokens:,}: stretch it with --rope-factor, or take --scale small."
+            f"{column.name} needs {f'{length:,} + ' if length else ''}{scaled.new_tokens:,} tokens, and the model's "
+            f"context is {max_length + scaled.new_tokens:,}: stretch it with --rope-factor, or take --scale small."
         )
     num_prompts = None if scaled.num_prompts is None else max(scaled.num_prompts, column.batch)
     is_stand_in = sources.use_stand_ins and column.dataset not in sources.files
-    differences = [f"modules of Python's library in the place of {column.dataset}"] if is_stand_in else []
+    substitute = (
+        f"RULER's {QUESTIONS[column.dataset]}" if column.dataset in QUESTIONS else "modules of Python's library"
+    )
+    differences = [f"{substitute} in the place of {column.dataset}"] if is_stand_in else []
+    if scaled.table.answer_tokens:
+        samples = [with_thinking(sample) for sample in samples]
     tokenizer, kwargs = loaded.tokenizer, scaled.template_kwargs
     if length is None:
         uncut = samples[:num_prompts]
