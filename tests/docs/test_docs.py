@@ -18,7 +18,10 @@ import typer.main
 
 import longdraft
 from longdraft import errors
+from longdraft.bench.papers import PAPERS, get_table
 from longdraft.cli.main import app
+from longdraft.options import declared
+from longdraft.registry import KINDS
 from tests import options_page
 from tests.support.tiny import tiny_model
 from tests.zoo.table import PAGE as MODELS
@@ -130,31 +133,47 @@ def test_attributes_of_the_api_exist(name):
         assert hasattr(getattr(longdraft, owner), attribute)
 
 
-def test_flags_of_commands_exist():
-    """Checks the flags of each `longdraft` command in a block; placeholders in capitals are not read."""
+def commands() -> list[str]:
+    """Each `longdraft` command of the pages: the lines of blocks, and code inside of sentences and tables; and of the
+    notes on papers' tables."""
+    texts = [page.read_text() for page in (*PAGES, SOURCE / "bench" / "papers" / "published.md")]
+    blocks = [block for text in texts for block in re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    lines = [line for block in blocks for line in re.sub(r"\s*\\?\n    +", " ", block).splitlines()]
+    notes = [text for paper in PAPERS.values() for table in paper.tables for text in table.remarks]
+    notes += [line.note for paper in PAPERS.values() for table in paper.tables for line in table.lines]
+    prose_texts = [re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE) for text in (*texts, *notes)]
+    lines += [" ".join(code.split()) for text in prose_texts for code in re.findall(r"`(longdraft [^`]*)`", text)]
+    return [line for line in lines if re.match(r"longdraft [a-z]", line) and "..." not in line]
+
+
+def test_commands_flags_tables_and_settings_exist():
+    """Placeholders in capitals are not read."""
     whole: Any = typer.main.get_command(app)
-    lines = [
-        line
-        for page in PAGES
-        for block in re.findall(r"^```\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-        for line in re.sub(r"\s*\\?\n    +", " ", block).splitlines()
-        if re.match(r"longdraft [a-z]", line) and "..." not in line
-    ]
-    assert len(lines) > 50
+    lines = commands()
+    assert len(lines) > 100
     for line in lines:
         command, words = whole, shlex.split(line, comments=True)[1:]
+        path: list[str] = []
         while words and hasattr(command, "get_command"):
             if words[0] == "--load":  # of `longdraft train`, before the kind's name
                 words = words[2:]
             elif " ".join(words[:2]) in getattr(command, "commands", ()):  # `bench quality` is a verb of its own
-                command, words = command.commands[" ".join(words[:2])], words[2:]
+                command, path, words = command.commands[" ".join(words[:2])], [*path, *words[:2]], words[2:]
             elif (inner := command.get_command(click.Context(command), words[0])) is None:
+                assert words[0].startswith("-") or words[0].isupper() or "--load" in line, line
                 break
             else:
-                command, words = inner, words[1:]
+                command, path, words = inner, [*path, words[0]], words[1:]
         known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
         flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert flags <= known, f"{line}: {sorted(flags - known)}"
+        arguments = [word for word in words if not word.startswith("-") and not word.isupper()]
+        if path == ["reproduce"] and len(arguments) > 1 and arguments[0] in PAPERS:
+            get_table(PAPERS[arguments[0]], arguments[1])
+        if path[:1] == ["train"] and path[1:2] and path[1] in KINDS:
+            config = KINDS[path[1]].training.load_settings()
+            settings = {word.partition("=")[0] for word in arguments if re.match(r"[a-z_]+=", word)}
+            assert settings <= {*declared(config)}, f"{line}: {sorted(settings - {*declared(config)})}"
 
 
 def test_the_readme_counts_the_models_of_the_table():
