@@ -135,13 +135,18 @@ def test_attributes_of_the_api_exist(name):
 
 def commands() -> list[str]:
     """Each `longdraft` command of the pages: the lines of blocks, and code inside of sentences and tables; and of the
-    notes on papers' tables."""
+    notes on papers' tables. The records' sentences name what was run then."""
     texts = [page.read_text() for page in (*PAGES, SOURCE / "bench" / "papers" / "published.md")]
+    records = (ROOT / "benchmarks" / "records.md").read_text()
     blocks = [block for text in texts for block in re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
     lines = [line for block in blocks for line in re.sub(r"\s*\\?\n    +", " ", block).splitlines()]
     notes = [text for paper in PAPERS.values() for table in paper.tables for text in table.remarks]
     notes += [line.note for paper in PAPERS.values() for table in paper.tables for line in table.lines]
-    prose_texts = [re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE) for text in (*texts, *notes)]
+    prose_texts = [
+        re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        for text in (*texts, *notes)
+        if text != records
+    ]
     lines += [" ".join(code.split()) for text in prose_texts for code in re.findall(r"`(longdraft [^`]*)`", text)]
     return [line for line in lines if re.match(r"longdraft [a-z]", line) and "..." not in line]
 
