@@ -34,3 +34,20 @@ def test_generate_can_have_a_model_of_its_own(loaded):
     assert found[0].rounds["hf"][0].tokens != found[0].rounds["ar"][0].tokens
     Bench(loaded, Settings(methods=("ar",)), load_dequantized=unpacked)
     assert len(reads) == 1
+
+
+def test_eager_attention_decodes_and_does_not_read_prompts(loaded, monkeypatch):
+    """Its scores of a long prompt would not fit into memory."""
+    from transformers.models.llama import modeling_llama
+
+    lengths, eager = set(), modeling_llama.eager_attention_forward
+
+    def watched(module, query, *args, **kwargs):
+        lengths.add(query.shape[2])
+        return eager(module, query, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", watched)
+    _, found = measured(loaded, methods=("hf", "hf-eager"), max_tokens=8)
+    assert lengths == {1}
+    runs = [found[0].cold[name] for name in ("ar", "hf", "hf-eager")]
+    assert len({run.tokens for run in runs}) == 1 and all(run.first_token_seconds for run in runs)
