@@ -33,7 +33,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import quantize_for_draft
 from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import TreeLevel
+from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
@@ -210,14 +210,14 @@ class HeadsDrafter(TreeDrafter):
             first_level = root_logits if ids is None else root_logits[:, ids]
             logits = torch.cat([first_level[:, None].to(logits.dtype), logits], dim=1)
 
-        def draft_logits(level: TreeLevel) -> torch.Tensor:
+        def expand(level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
             # A draft head's logits do not depend on the path. ``stack`` avoids copying an index tensor to the device.
             selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
-            return selected.expand(-1, level.tokens.shape[1], -1)
+            return logits_or_topk(selected.expand(-1, level.tokens.shape[1], -1), top_k)
 
         # The logits of all levels are computed already, so one more level costs nothing.
         limit = None if limit is None else replace(limit, min_expected_gain=0.0)
-        return self.grow(sequences, draft_logits, ids, logits.device, limit)
+        return self.grow(sequences, LevelExpander(expand, logits.device, ids), limit)
 
     def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns h_0 (B, hidden) of each sequence, and the first level's logits (B, vocabulary). With a self-drafter,

@@ -27,7 +27,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import TreeLevel
+from longdraft.trees.level import LevelExpander, TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.retrieval import ReselectionTimer
@@ -227,8 +227,8 @@ class SelfDrafter(TreeDrafter):
             return torch.stack([c.calibrate(x) for c, x in zip(calibrators, logprobs, strict=True)])
 
         draft_round = LMDraftRound(self, self.runner, self.cache.store, self.fused_lm, sequences)
-        logits, topk = draft_round.draft_logits, draft_round.draft_topk
-        return self.grow(sequences, logits, None, self.runner.device, limit, topk, calibrate)
+        expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, calibrate=calibrate)
+        return self.grow(sequences, expander, limit)
 
     def calibrator(self, sequence: Sequence) -> AcceptanceCalibrator:
         """Returns a sequence's acceptance calibrator, and makes it on first use."""

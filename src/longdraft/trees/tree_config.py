@@ -21,17 +21,7 @@ from math import log
 import torch
 
 from longdraft.attention.transfer import AsyncHostCopy
-from longdraft.trees.level import (
-    Calibrate,
-    CoupledLogprobs,
-    DraftLogits,
-    DraftTopk,
-    TreeLevel,
-    expand_level,
-    root_level,
-    to_trees,
-    topk_logprobs,
-)
+from longdraft.trees.level import LevelExpander, TreeLevel, root_level, to_trees
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 BEAM = (4, 16, 16, 16, 16)  # LongSpec, appendix E: nodes of each level
@@ -114,40 +104,25 @@ class TreeConfig:
         return opt(nodes, self.depth, limit.min_expected_gain, self.top_k if self.name == "opt" else OPT_TOP_K)
 
     def grow(
-        self,
-        roots: Sequence[int],
-        draft_logits: DraftLogits,
-        max_depths: Sequence[int] | None = None,
-        draft_to_target_ids: torch.Tensor | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        draft_topk: DraftTopk | None = None,
-        coupled_logprobs: CoupledLogprobs | None = None,
-        calibrate: Calibrate | None = None,
+        self, roots: Sequence[int], expander: LevelExpander, max_depths: Sequence[int] | None = None
     ) -> list[TokenTree]:
         """Grows a tree for each sequence of a batch. No tree depends on the other sequences.
 
         Args:
             roots: token id of each root.
-            draft_logits: runs the draft on the roots, then on the expanded nodes of each level but the last.
+            expander: drafts the children of the roots, then of the expanded nodes of each level but the last.
             max_depths: maximum number of levels of each sequence's tree, 0 for a root alone; None: ``depth``.
-            draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
-            device: device of the draft's logits.
-            draft_topk: used in place of ``draft_logits`` for a draft that finds the top k without computing all logits.
-            coupled_logprobs: replaces the draft's log-probabilities if the target's sampling noise is known in advance.
-            calibrate: corrects the log-probabilities by how often drafts were accepted.
         """
         depth_limit = min(self.depth, self.max_nodes)  # a deeper path has more nodes than may be verified
         depths = [depth_limit] * len(roots) if max_depths is None else [min(depth_limit, n) for n in max_depths]
-        topk = draft_topk or (lambda level, k: topk_logprobs(draft_logits(level), k))
-        expanded, levels = root_level(roots, device), list[TreeLevel]()
+        expanded, levels = root_level(roots, expander.device), list[TreeLevel]()
         # (B, W) index of each expanded node in its level; None: all nodes of the level are expanded.
         expanded_indices: torch.Tensor | None = None
         stop_rule = None if self.threshold is None else _StopRule(self, self.threshold, expanded)
         growing = [i for i in expanded.sequence_indices if depths[i]]  # sequences whose trees get another level
         while growing:
             index_select, k = expanded.index_select, self.branching[len(levels)]
-            level = expand_level(expanded.select(growing), k, topk, draft_to_target_ids, coupled_logprobs, calibrate)
+            level = expander.expand(expanded.select(growing), k)
             if self.prune_levels:
                 level, _ = level.topk(k)
             # Converts ``parents`` from indices into the expanded nodes to indices into all nodes of the level above.

@@ -17,6 +17,7 @@ from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.trees.level import LevelExpander
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 
@@ -81,8 +82,8 @@ class BlockDrafter(RetrievalDrafter):
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
         draft_round = self.round_type(self, sequences, self.tree.fit(limit).depth)
-        ids, device = self.bound.draft_to_target_ids, self.runner.device
-        return self.grow(sequences, draft_round.draft_logits, ids, device, limit, draft_round.draft_topk)
+        expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, self.bound.draft_to_target_ids)
+        return self.grow(sequences, expander, limit)
 
     def num_input_tokens(self, sequence: Sequence) -> int:
         """Returns the number of positions of a sequence whose input tokens are known."""
