@@ -292,7 +292,7 @@ class Speculator:
     def feature_layers(self) -> tuple[int, ...]:
         """Returns layers whose hidden states drafters read; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
         runner = self.runner()
-        return self.recipe(runner).drafter().feature_layers(runner)
+        return self.recipe(runner).drafter().needs(runner).feature_layers
 
     @property
     def exact(self) -> bool:

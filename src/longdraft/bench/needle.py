@@ -129,7 +129,7 @@ class NeedleBench:
             if "draft" in recipe.options:
                 loaded_drafts[kind] = recipe.options["draft"]  # now loaded: the next view uses the same draft
         # The cache keeps the hidden states of the layers that the first drafter with such layers reads.
-        feature_layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
+        feature_layers = (recipe.drafter().needs(self.runner).feature_layers for recipe in self._recipes.values())
         self._cache = PromptCache(next(filter(None, feature_layers), ()))
 
     @property

@@ -37,11 +37,8 @@ class CombinedDrafter(Drafter):
     def max_nodes(self) -> int:  # type: ignore[override]
         return self.lookup.max_nodes + self.draft_model.max_nodes
 
-    forwards, prior_acceptance = delegate_to("draft_model", "forwards"), delegate_to("draft_model", "prior_acceptance")
-    forward_cost_ratio, views = delegate_to("draft_model", "forward_cost_ratio"), delegate_to("draft_model", "views")
-    kv_tokens_read, feature_layers, query_layers, needs_queries, num_prompt_queries = (
-        delegate_to("draft_model", name)
-        for name in ("kv_tokens_read", "feature_layers", "query_layers", "needs_queries", "num_prompt_queries")
+    forwards, self_draft_cost, needs, needs_queries = (
+        delegate_to("draft_model", name) for name in ("forwards", "self_draft_cost", "needs", "needs_queries")
     )
 
     def use_planner(self) -> None:

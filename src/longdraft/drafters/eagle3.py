@@ -18,7 +18,7 @@ whose token is the root, goes through the whole layer. Then the tree grows level
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +31,7 @@ from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafters.shared.retrieval import RetrievalOptions
 from longdraft.drafts.eagle_draft import EagleDraft as BaseEagleDraft
 from longdraft.drafts.eagle_formats import Eagle3Shape
+from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
@@ -166,9 +167,9 @@ class Eagle3Drafter(BlockDrafter):
         """Returns the tree, limited to what the draft can draft. ``options``: the options that the user gave."""
         return tree
 
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the target's layers whose hidden states the draft reads, usually three."""
-        return self.draft.feature_layers(runner)
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the layers whose hidden states the draft reads, usually three, and the needs of the retrieval."""
+        return replace(super().needs(runner), feature_layers=self.draft.feature_layers(runner))
 
     @property
     def scratch_entries(self) -> int:

@@ -26,6 +26,7 @@ from longdraft.drafters.shared.fused_level import draft_kernels
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
+from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
@@ -36,7 +37,6 @@ from longdraft.options import Options, option, parse
 from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
-from longdraft.views.view import View
 
 # Scale of the final norm of untrained heads. Such a head repeats the target's prediction; small logits make it unsure.
 INITIAL_NORM_SCALE = 0.3
@@ -180,20 +180,9 @@ class HeadsDrafter(TreeDrafter):
         """Number of multiplications by the target's head, or of the self-drafter's forwards if there are more."""
         return max(self._num_rounds, 0 if self.self_drafter is None else self.self_drafter.forwards)
 
-    @property
-    def views(self) -> tuple[View, ...]:
-        return () if self.self_drafter is None else self.self_drafter.views
-
-    @property
-    def num_prompt_queries(self) -> int:  # type: ignore[override]
-        return 1 if self.self_drafter is None else self.self_drafter.num_prompt_queries
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the last layer; none with a self-drafter, which computes the hidden states itself."""
-        return (runner.num_layers - 1,) if self.self_drafter is None else ()
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return () if self.self_drafter is None else self.self_drafter.query_layers(runner)
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the needs of the self-drafter, which computes the hidden states; without one, the last layer's."""
+        return DraftNeeds((runner.num_layers - 1,)) if self.self_drafter is None else self.self_drafter.needs(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self._bound, self._store = self.draft.bind(runner), store

@@ -20,6 +20,7 @@ import torch
 from longdraft.drafters.shared.acceptance_calibrator import AcceptanceCalibrator
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
+from longdraft.engine.drafter import DraftNeeds, SelfDraftCost
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import verify_trees
@@ -178,24 +179,17 @@ class SelfDrafter(TreeDrafter):
         self.max_verified_tokens = 0  # most tokens of one :meth:`verify`; set by the drafter that calls it
 
     @property
-    def forward_cost_ratio(self) -> float:  # type: ignore[override]
-        return QUANTIZED_FORWARD_RATIO if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
+    def self_draft_cost(self) -> SelfDraftCost:
+        kv_dtype, view = self.runner.kv_dtype, self.view
+        relative_size = (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
+        ratio = QUANTIZED_FORWARD_RATIO if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
+        return SelfDraftCost(lambda length: min(length, view.size) * relative_size, ratio, self.prior_acceptance)
 
-    def kv_tokens_read(self, context_len: int) -> float | None:
-        kv_dtype = self.runner.kv_dtype
-        return min(context_len, self.view.size) * (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        return () if self.view.window == UNLIMITED else (self.view,)
-
-    @property
-    def num_prompt_queries(self) -> int:  # type: ignore[override]
-        return max(1, self.view.num_queries)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """All layers if the view selects entries, because each layer selects entries by its own queries."""
-        return tuple(range(runner.kv_shape.layers)) if self.view.num_queries else ()
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the queries of all layers if the view selects entries, because each layer selects by its own."""
+        num_queries, views = self.view.num_queries, () if self.view.window == UNLIMITED else (self.view,)
+        layers = range(runner.kv_shape.layers if num_queries else 0)
+        return DraftNeeds(query_layers=tuple(layers), num_prompt_queries=max(1, num_queries), views=views)
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
         """Returns False while the views hold the full contexts, because then nothing has to be selected."""

@@ -22,7 +22,7 @@ from longdraft.drafters.self_drafter import SINK, SelfDrafter, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.accept import accept_path, sample_target_tokens
-from longdraft.engine.drafter import Drafter, delegate_to
+from longdraft.engine.drafter import Drafter, DraftNeeds, delegate_to
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
@@ -32,7 +32,6 @@ from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.trees.tree_config import MAX_CHAIN_LENGTH
-from longdraft.views.view import View
 
 # From section 5.1.
 CHAIN_LENGTH = 6  # gamma_2: tokens that the self-drafter emits before the target verifies them
@@ -82,13 +81,11 @@ class TriForceDrafter(Drafter):
         self._drafts: dict[int, _SelfDraft] = {}  # by sequence index
 
     # The small model's forwards are not counted: a planner adds their time to that of the self-drafter's forwards.
-    forwards, num_prompt_queries, query_layers = (
-        delegate_to("self_drafter", name) for name in ("forwards", "num_prompt_queries", "query_layers")
-    )
+    forwards = delegate_to("self_drafter", "forwards")
 
-    @property
-    def views(self) -> tuple[View, ...]:
-        return self.small_lm.views + self.self_drafter.views
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        needs = self.self_drafter.needs(runner)
+        return replace(needs, views=self.small_lm.needs(runner).views + needs.views)
 
     def use_planner(self) -> None:
         """Allows longer chains, which end when one more token is not worthwhile, unless the user chose the length."""
