@@ -24,6 +24,7 @@ from longdraft.integration import decoding
 from longdraft.integration.generate_arguments import CustomGenerateSignature, GenerateArguments
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.method import Method
 from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.execution_model import model_lock
@@ -34,7 +35,7 @@ from longdraft.planning.costs import fraction_reporter
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import PlanChoice, check_plan, is_planned, make_planner
 from longdraft.recipes import Recipe, recipe_for, resolve
-from longdraft.registry import METHODS, Method
+from longdraft.registry import METHODS
 from longdraft.views.view import parse_dtype
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import SelfDraftCost
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.planning.acceptance_model import (
+from longdraft.planning.acceptance import (
     DECAY,
     MAX_ASSUMED_CHAIN,
     PRIOR_TOKENS_PER_STEP,

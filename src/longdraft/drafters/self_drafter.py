@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from longdraft.drafters.shared.acceptance_calibrator import AcceptanceCalibrator
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.engine.drafter import DraftNeeds, SelfDraftCost
@@ -28,6 +27,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
+from longdraft.planning.acceptance import AcceptanceCalibrator
 from longdraft.trees.level import LevelExpander, TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree

@@ -213,14 +213,12 @@ def make_repositioned_cache(
         )
     view = retrieval.view
     prefill_capacity = min(trained_length, max(view.capacity, view.sink + view.window + draft_cache.PREFILL_CHUNK))
-    # Half of the space after the sink holds a prefill chunk, the other half the tokens just before the chunk.
-    prefill_chunk = max(1, min(draft_cache.PREFILL_CHUNK, (prefill_capacity - view.sink) // 2))
     rotation = KeyRotation(runner, prefill_capacity)
     store = runner.new_store(slots, prefill_capacity + max(scratch, view.max_new), resident=True)
     # The KV of the full context. Views are gathered from it; no forward attends to it.
     full_store = KVStore(runner.kv_shape, slots, capacity, runner.device)
     rotate, unrotate = rotation.rotate, rotation.unrotate
-    return RepositionedKVCache(store, full_store, scratch, retrieval, rotate, unrotate, prefill_chunk, prefill_capacity)
+    return RepositionedKVCache(store, full_store, scratch, retrieval, rotate, unrotate, prefill_capacity)
 
 
 class SmallLMRound(LMDraftRound):

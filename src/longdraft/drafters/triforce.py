@@ -30,7 +30,7 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix_len
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.tree import NodeLimit, TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
 from longdraft.trees.tree_config import MAX_CHAIN_LENGTH
 
 # From section 5.1.
@@ -154,7 +154,7 @@ class TriForceDrafter(Drafter):
         """Returns the self-drafter's tokens as a chain after the sequence's last token."""
         draft = self._drafts.get(s.index) if s.remaining > 1 else None
         tokens, logprobs = (draft.emitted, draft.logprobs) if draft is not None else ([], [])
-        return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs))
+        return chain_tree(s.output[-1], tokens, logprobs)
 
     def observe(self, round_result: RoundResult) -> None:
         """Passes the target's result on. The small model's KV is dropped from the first rejected token on."""

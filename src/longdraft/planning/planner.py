@@ -7,7 +7,7 @@ every sequence, so one n is chosen for all sequences.
 
 A lookup costs next to nothing, so it proposes in every round. A draft model costs forwards. The planner runs the draft
 model if its recently added tokens, those that the lookup had not proposed, were worth the time of drafting
-(:class:`~longdraft.planning.acceptance_model.DraftGain`). At first a draft model is assumed to gain a little, so a bad
+(:class:`~longdraft.planning.acceptance.DraftGain`). At first a draft model is assumed to gain a little, so a bad
 draft model is given up after two or three rounds. Evidence decays, so the draft model is tried again later. Times are
 in plain steps: a plain step is a decoding step without a draft.
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.planning.acceptance_model import AcceptanceModel, DraftGain, PriorDraftGain
+from longdraft.planning.acceptance import AcceptanceModel, DraftGain, PriorDraftGain
 from longdraft.planning.costs import OUTLIER_FACTOR, CostModel, CostTable
 from longdraft.trees.tree import NodeLimit, TokenTree
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -127,6 +127,9 @@ def _cross_attend(
 
 class DraftRound:
     """Drafts the trees of one round for the batch ``sequences``. A tree has at most ``depth`` levels."""
+
+    level_cost: ClassVar[float] = 1.0
+    """Cost of one more level, in forwards of the draft."""
 
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._drafter, self._depth = sequences, drafter, depth
