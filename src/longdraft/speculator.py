@@ -216,7 +216,7 @@ class Speculator:
             UnsupportedModelError: hooks rule out drafts, and the user named a method that drafts.
         """
         recipe = self.recipe(runner)
-        if not recipe.drafter().max_nodes or (reason := reason_against_drafts(runner)) is None:
+        if not recipe.is_plannable or (reason := reason_against_drafts(runner)) is None:
             return recipe
         if self._method is not None:
             raise UnsupportedModelError(reason)

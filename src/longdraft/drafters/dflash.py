@@ -177,7 +177,7 @@ class DFlashRound(SingleForwardRound):
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
         """Returns scores (B, W, M): ``topk.logprobs`` (B, 1, M), in DSpark plus the Markov head's W2 W1[token]."""
         if self._shape.markov_rank is None:
-            return topk.logprobs.expand(-1, level.tokens.shape[1], -1)
+            return super().corrected_scores(level, topk)
         head = self._bound.block.markov_head
         candidate_weights = head.markov_w2.weight[topk.ids[:, 0]]
         return topk.logprobs + (head.markov_w1(level.tokens) @ candidate_weights.mT).float()

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
-from longdraft.drafters.shared.draft_batch import DraftBatch
-from longdraft.drafters.shared.single_forward import LevelTopk, SingleForwardRound
+from longdraft.drafters.shared.single_forward import LevelTopk, MaskTokenRound
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.trees.level import TreeLevel
@@ -81,21 +80,12 @@ class OnePassBlock(Eagle3Block):
         return (self.predecessor_weights(parent_ids) @ successor_weights).float()
 
 
-class OnePassRound(SingleForwardRound):
-    """Drafts the trees of one round with mask tokens."""
+class OnePassRound(MaskTokenRound):
+    """Drafts the trees of one round with mask tokens and the bigram."""
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
-        """Runs the forward over new and mask tokens. ``_next_rotary``: the mask tokens' cos and sin, of root_inputs."""
-        bound, block, num_masks = self._bound, self._bound.block, self._depth - 1
-        batch, (tokens, cos, sin, features) = self.root_inputs(level)
-        x, g = bound.embedding(tokens), block.project_features(features)
-        masks = block.mask_token_inputs(x[:, -1:], g[:, -1:], slice(num_masks), bound.embedding)
-        x, g = (torch.cat(parts, 1) for parts in zip((x, g), masks, strict=True))
-        cos, sin = (torch.cat(parts, 1) for parts in zip((cos, sin), self._next_rotary, strict=True))
-        batch = DraftBatch.from_new_tokens(self._cache, batch.slots, batch.query_len, num_mask_tokens=num_masks)
-        _, *topk = self.forward(batch, (x, cos, sin, g), k)
-        logprobs, ids = (t.view(len(level.sequence_indices), batch.num_outputs, -1) for t in topk)
-        return logprobs, ids, block.successor_weights(ids)
+        logprobs, ids, _ = super().forward_all_levels(level, k)
+        return logprobs, ids, self._bound.block.successor_weights(ids)
 
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
         draft_ids = self._bound.target_to_draft_ids

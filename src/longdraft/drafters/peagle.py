@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
-from longdraft.drafters.onepass import OnePassRound
+from longdraft.drafters.shared.single_forward import MaskTokenRound
 from longdraft.drafts.eagle_formats import PEAGLE, Eagle3Shape
 from longdraft.drafts.formats import check_mask_token
 from longdraft.model.runner import TargetRunner
@@ -47,19 +47,12 @@ class PEagleBlock(Eagle3Block):
         features = self.project_features(self.mask_hidden.view(1, -1))
         return embedding(mask).expand(expanded_shape), features.expand(expanded_shape)
 
-    def successor_weights(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids  # any tensor: :meth:`correction` does not read it
-
-    def correction(self, parent_ids: torch.Tensor, successor_weights: torch.Tensor) -> torch.Tensor:
-        """Returns zeros (B, W, 1), because a level does not depend on other levels' tokens."""
-        return torch.zeros(*parent_ids.shape, 1, dtype=torch.float32, device=parent_ids.device)
-
 
 class PEagleDraft(Eagle3Draft):
     """A draft in the layout of `speculators`, or in EAGLE-3's published layout."""
 
     kind, label = PEAGLE, "P-EAGLE"
-    shape_type, module_type, round_type = PEagleShape, PEagleBlock, OnePassRound
+    shape_type, module_type, round_type = PEagleShape, PEagleBlock, MaskTokenRound
 
     def check(self, runner: TargetRunner) -> None:
         super().check(runner)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from longdraft.drafters.shared.block_drafter import BlockDrafter
+from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_round import DraftRound
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.level import TreeLevel
@@ -49,10 +50,10 @@ class SingleForwardRound(DraftRound):
         """Runs the forward; returns ``logprobs``, ``ids`` and ``correction_inputs`` of a :class:`LevelTopk`.
         ``level``: the roots. ``k``: number of candidates of a level."""
 
-    @abstractmethod
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
         """Returns unnormalized log-probabilities (B, W, M) of the candidates as children of each node of ``level``.
-        ``topk``: the candidates of the next level, for the sequences of ``level``."""
+        ``topk``: the candidates of the next level, for the sequences of ``level``. Here they are not corrected."""
+        return topk.logprobs.expand(-1, level.tokens.shape[1], -1)
 
     @property
     def num_candidates(self) -> int:
@@ -77,3 +78,20 @@ class SingleForwardRound(DraftRound):
         total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), topk.rest_logprob)
         best = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
         return best.values - total, topk.ids.expand_as(scores).gather(2, best.indices)
+
+
+class MaskTokenRound(SingleForwardRound):
+    """Drafts the trees of one round with mask tokens, whose inputs come from the block's ``mask_token_inputs``."""
+
+    def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
+        """Runs the forward over new and mask tokens. ``_next_rotary``: the mask tokens' cos and sin, of root_inputs."""
+        bound, block, num_masks = self._bound, self._bound.block, self._depth - 1
+        batch, (tokens, cos, sin, features) = self.root_inputs(level)
+        x, g = bound.embedding(tokens), block.project_features(features)
+        masks = block.mask_token_inputs(x[:, -1:], g[:, -1:], slice(num_masks), bound.embedding)
+        x, g = (torch.cat(parts, 1) for parts in zip((x, g), masks, strict=True))
+        cos, sin = (torch.cat(parts, 1) for parts in zip((cos, sin), self._next_rotary, strict=True))
+        batch = DraftBatch.from_new_tokens(self._cache, batch.slots, batch.query_len, num_mask_tokens=num_masks)
+        _, *topk = self.forward(batch, (x, cos, sin, g), k)
+        logprobs, ids = (t.view(len(level.sequence_indices), batch.num_outputs, -1) for t in topk)
+        return logprobs, ids, ids
