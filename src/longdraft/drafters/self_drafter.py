@@ -53,6 +53,7 @@ VIEW_SCORERS: dict[str, tuple[str, int | None]] = {
     "attention": ("attention", CHUNK),
     "mean-key": ("mean-key", CHUNK),
 }
+_SIZES = ("budget", "sink", "window", "chunk")  # options that shape every view except "all"
 
 
 @dataclass(frozen=True)
@@ -77,41 +78,6 @@ class ViewOptions(Options):
     )
 
 
-def make_self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
-    """Makes a view from a drafter's options. A size that is None gets the default.
-
-    Args:
-        view: a key of :data:`VIEW_SCORERS`; "all" has no sizes.
-        budget: number of entries, sink and window included. Default 512; for "streaming" with a window, sink + window.
-        sink: number of first tokens. Default 16, rounded up to whole chunks.
-        window: number of last tokens. Default 32; for "streaming", the rest of the budget.
-        chunk: number of tokens that are selected together. Default 8; 1 for "snapkv". Not for "streaming" and "tokens".
-    """
-    if view == "all":
-        sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
-        if names := [name for name, size in sizes.items() if size is not None]:
-            raise ValueError(f"view=all has no sizes: leave {' and '.join(names)} out, or take another view")
-        return View("streaming", 0, 0, UNLIMITED)
-    scorer, default_chunk = VIEW_SCORERS[view]
-    if chunk is not None and default_chunk is None:
-        raise ValueError(f"view={view} selects no chunks: leave chunk out, or give view=chunks")
-    chunk_size = chunk if chunk is not None else default_chunk or 1
-    sink = -(-SINK // chunk_size) * chunk_size if sink is None else sink  # rounded up to whole chunks
-    is_streaming = SCORERS[scorer] is None
-    if budget is None:
-        budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
-    if window is None:
-        window = max(budget - sink, 1) if is_streaming else WINDOW
-    minimum = sink + window + (chunk_size if chunk_size > 1 else 0)
-    if budget < minimum:
-        raise ValueError(
-            f"budget {budget} is less than sink + window{' + chunk' if chunk_size > 1 else ''} ({minimum} tokens): "
-            "give a larger budget, or a smaller sink and window"
-        )
-    reduction = "mean" if scorer == "snapkv" else "last"  # which of the last queries' scores rank the chunks
-    return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
-
-
 # A view has space for size / NEW_TOKENS_DIVISOR new tokens before its chunks are reselected, at least MIN_NEW_TOKENS.
 NEW_TOKENS_DIVISOR, MIN_NEW_TOKENS = 4, 64
 # {view: verifications from one selection of chunks to the next}, and the number for all other views.
@@ -134,6 +100,32 @@ class SelfOptions(ViewOptions):
         help="all: all tokens, in int8; streaming: first and last tokens; others: also the best tokens by this scorer",
         usual="attention; magicdec: snapkv; quantspec: all",
     )
+
+    def make_view(self) -> View:
+        """Makes the view, without space for new tokens. Raises ValueError if the sizes do not fit the view."""
+        budget, sink, window, chunk = sizes = self.budget, self.sink, self.window, self.chunk
+        if self.view == "all":
+            if names := [name for name, size in zip(_SIZES, sizes, strict=True) if size is not None]:
+                raise ValueError(f"view=all has no sizes: leave {' and '.join(names)} out, or take another view")
+            return View("streaming", 0, 0, UNLIMITED)
+        scorer, default_chunk = VIEW_SCORERS[self.view]
+        if chunk is not None and default_chunk is None:
+            raise ValueError(f"view={self.view} selects no chunks: leave chunk out, or give view=chunks")
+        chunk_size = chunk if chunk is not None else default_chunk or 1
+        sink = -(-SINK // chunk_size) * chunk_size if sink is None else sink  # rounded up to whole chunks
+        is_streaming = SCORERS[scorer] is None
+        if budget is None:
+            budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
+        if window is None:
+            window = max(budget - sink, 1) if is_streaming else WINDOW
+        minimum = sink + window + (chunk_size if chunk_size > 1 else 0)
+        if budget < minimum:
+            raise ValueError(
+                f"budget {budget} is less than sink + window{' + chunk' if chunk_size > 1 else ''} ({minimum} tokens): "
+                "give a larger budget, or a smaller sink and window"
+            )
+        reduction = "mean" if scorer == "snapkv" else "last"  # which of the last queries' scores rank the chunks
+        return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
 
 
 def can_draft_quantized(runner: TargetRunner) -> bool:
@@ -161,13 +153,12 @@ class SelfDrafter(TreeDrafter):
 
     def __init__(self, **options: Any) -> None:
         config, tree_options = parse("self-drafting", options, SelfOptions, TreeOptions)
-        view, budget = config.view, config.budget
+        view = config.view
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
         self.view_dtype = parse_dtype(dtype)
         # With default options, view=attention is in int8 if the target's kernels can round KV (see :meth:`bind`).
-        self._prefers_int8 = view == "attention" and budget is None and config.view_dtype is None
-        budget = ATTENTION_BUDGET if self._prefers_int8 else budget
-        sized_view = make_self_view(view, budget, config.sink, config.window, config.chunk)
+        self._prefers_int8 = view == "attention" and config.budget is None and config.view_dtype is None
+        sized_view = (replace(config, budget=ATTENTION_BUDGET) if self._prefers_int8 else config).make_view()
         self.view = replace(sized_view, max_new=max(MIN_NEW_TOKENS, sized_view.size // NEW_TOKENS_DIVISOR))
         interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
         self.timer = ReselectionTimer(interval, self.view.num_queries)
