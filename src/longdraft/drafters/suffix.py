@@ -179,7 +179,8 @@ class SuffixDrafter(Drafter):
     def _propose(self, s: Sequence, min_probability: float) -> TokenTree:
         """Makes a tree. Adds the most probable node until the tree is full, or the node's path is too improbable."""
         tokens, parents, logprobs = [s.output[-1]], [-1], [0.0]
-        matches, max_depth, next_index = self._sequence_matches[s.index], min(self.max_draft, s.remaining - 1), count()
+        matches, next_index = self._sequence_matches[s.index], count()
+        max_depth = min(self.max_draft, s.max_draft_depth)
         # (minus the path log-probability, index of insertion, parent, token, log-probability, parent's continuation)
         heap: list[tuple[float, int, int, int, float, _Continuation]] = []
 

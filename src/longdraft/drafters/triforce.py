@@ -115,10 +115,9 @@ class TriForceDrafter(Drafter):
             inner_limit = NodeLimit(INNER_NODES, limit.min_expected_gain)
             if not self._has_user_length:
                 length, min_gain = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
-        # A verified path of depth k emits k + 1 tokens, so a sequence with one token left needs no draft.
-        unfinished = [s for s in sequences if s.remaining > 1]
+        unfinished = [s for s in sequences if s.max_draft_depth > 0]
         self.self_drafter.update_views(unfinished)
-        self._drafts |= {s.index: self._start_draft(s, min(length, s.remaining - 1)) for s in unfinished}
+        self._drafts |= {s.index: self._start_draft(s, min(length, s.max_draft_depth)) for s in unfinished}
         drafts = [self._drafts[s.index] for s in unfinished]
         growing = drafts
         while growing:
@@ -152,7 +151,7 @@ class TriForceDrafter(Drafter):
 
     def _chain(self, s: Sequence) -> TokenTree:
         """Returns the self-drafter's tokens as a chain after the sequence's last token."""
-        draft = self._drafts.get(s.index) if s.remaining > 1 else None
+        draft = self._drafts.get(s.index) if s.max_draft_depth > 0 else None
         tokens, logprobs = (draft.emitted, draft.logprobs) if draft is not None else ([], [])
         return chain_tree(s.output[-1], tokens, logprobs)
 

@@ -45,6 +45,5 @@ class TreeDrafter(Drafter):
 
         if not sequences[0].greedy and all(s.sampler.is_noise_known for s in sequences):
             expander = replace(expander, coupled_logprobs=coupled_logprobs)
-        # An accepted path of depth k emits k + 1 tokens, so a deeper tree could exceed the length limit.
-        max_depths = [s.remaining - 1 for s in sequences]
-        return self.tree.fit(limit).grow([s.output[-1] for s in sequences], expander, max_depths)
+        roots, max_depths = [s.output[-1] for s in sequences], [s.max_draft_depth for s in sequences]
+        return self.tree.fit(limit).grow(roots, expander, max_depths)
