@@ -27,7 +27,7 @@ from torch import nn
 import longdraft
 from longdraft.drafts.draft import TrainedDraft
 from longdraft.drafts.kinds import Kind, Training
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, DraftNeeds
 from longdraft.engine.sequence import Sequence as Text
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -87,8 +87,8 @@ class RecurrentDrafter(Drafter):
             raise ValueError(f"depth must be a whole number of at least 1, got {depth!r}")
         self.draft, self.max_nodes = draft, depth
 
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return (runner.kv_shape.layers - 1,)
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        return DraftNeeds(feature_layers=(runner.kv_shape.layers - 1,))
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self._bound, self._store = self.draft.bind(runner), store

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from functools import partial
 
 from longdraft.cli.method_options import CATALOGUE
+from longdraft.method import LookupOptions, Method
 from longdraft.options import LazyImport, Option, Options, declared
-from longdraft.registry import DEFAULT_METHODS, KINDS, METHODS, LookupOptions, Method
+from longdraft.registry import DEFAULT_METHODS, KINDS, METHODS
 
 PAGE = CATALOGUE.with_name("options.md")
 HEAD = (

@@ -20,10 +20,11 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.verifier import Verifier
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
+from longdraft.method import Method
 from longdraft.model.draft_models import origin_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import listed, unknown_option_error
-from longdraft.registry import DEFAULT_DRAFTERS, DEFAULT_METHODS, KINDS, METHODS, Method, get_method, kind_of
+from longdraft.registry import DEFAULT_DRAFTERS, DEFAULT_METHODS, KINDS, METHODS, get_method, kind_of
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def _choose_drafting_method(method: Method, options: Mapping[str, Any], runner: 
         return method
     draft = options.get("draft")
     draft_kind = None if draft is None else draft.kind
-    name, choices = options.get("drafter") or draft_kind, method.drafter_choices
+    name, choices = options.get("drafter") or draft_kind, method.drafter_choices()
     if name is not None:
         if name not in choices:
             raise ValueError(f"drafter must be one of {', '.join(choices)}, got {name!r}")

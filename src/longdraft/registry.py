@@ -6,9 +6,7 @@ The table names drafters by "module:name", and a module is imported when its met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.verifier import Verifier
 from longdraft.errors import CheckpointError, values_checked
 from longdraft.files import reports_file_errors
-from longdraft.model.runner import TargetRunner
-from longdraft.options import LazyImport, Option, Options, checked, declared, find_method, option, options_of
+from longdraft.method import Method
+from longdraft.options import LazyImport, find_method, options_of
 
 # The drafters that the option ``drafter`` stands for by default. The first one with available weights is used.
 DEFAULT_DRAFTERS = (
@@ -29,104 +27,11 @@ DEFAULT_DRAFTERS = (
 DEFAULT_METHODS = ("self", "longspec", "prompt-lookup")
 
 
-@dataclass(frozen=True)
-class LookupOptions(Options):
-    """Options of a suffix lookup that proposes tokens in addition to a draft model."""
-
-    lookup: bool = option(False, help="also propose tokens by suffix lookup")
-    earlier: int = option(0, min=0, help="how many tokens of earlier requests that lookup searches")
-
-
-@dataclass(frozen=True)
-class DrafterOption(Options):
-    """The option ``drafter`` of methods without a drafter of their own: the name of another method."""
-
-    drafter: str | None = option(help="method whose drafter it takes", usual="the first whose weights are available")
-
-
-@dataclass(frozen=True, eq=False)
-class Method:
-    """A drafter, a verifier and their options, under a name.
-
-    Attributes:
-        name: the name by which users choose the method.
-        drafter: function that builds the drafter from keyword options, and from the folder ``draft`` if the drafter
-            needs trained weights; None: the option ``drafter`` names another method, and that method's drafter is used.
-        summary: what the method does, in the list of methods.
-        paper: the paper's citation, in the list of methods.
-        draft_kind: name of the :class:`~longdraft.drafts.kinds.Kind` of trained draft; None: no draft is needed.
-        verifier: function that builds the verifier from keyword options.
-        accepts_lookup: True if the method accepts ``lookup=true``. Methods with a trained draft always accept it.
-        is_worthwhile: returns whether the method speeds up a target if a planner sizes its trees; None: it is a
-            default without a planner too. Used only for the methods of DEFAULT_METHODS.
-    """
-
-    name: str
-    drafter: Callable[..., Drafter] | None
-    summary: str
-    paper: str = ""
-    _: KW_ONLY
-    draft_kind: str | None = None
-    verifier: Callable[..., Verifier] = Verifier
-    accepts_lookup: bool = False
-    is_worthwhile: Callable[[TargetRunner], bool] | None = None
-
-    @cached_property
-    def exact(self) -> bool:
-        """True if greedy tokens and the sampling distribution equal those of plain decoding."""
-        return self.verifier().exact
-
-    @property
-    def needs_draft(self) -> bool:
-        """True if the method needs trained weights from a draft folder."""
-        return self.draft_kind is not None
-
-    @property
-    def drafter_options(self) -> dict[str, Option]:
-        """The options of the method's own drafter; empty without one."""
-        options = {} if self.drafter is None else options_of(self.drafter)
-        return options | declared(LookupOptions) if self.needs_draft or self.accepts_lookup else options
-
-    @property
-    def verifier_options(self) -> dict[str, Option]:
-        """The options of the verifier."""
-        return options_of(self.verifier)
-
-    @property
-    def drafter_choices(self) -> dict[str, Method]:
-        """The methods that the option ``drafter`` accepts: default drafters, and one method for each kind of draft."""
-        # The main method of a kind of draft has the name of the kind.
-        trained_names = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
-        return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained_names]) if name in METHODS}
-
-    @property
-    def options(self) -> dict[str, Option]:
-        """All options by name."""
-        verifier_options = self.verifier_options
-        if self.drafter is not None:
-            return verifier_options | self.drafter_options
-        drafter_options: dict[str, Option] = {}
-        for m in self.drafter_choices.values():
-            for name, current in m.drafter_options.items():
-                previous = drafter_options.get(name, current)
-                if previous != current:  # the drafters disagree on this option, so the chosen drafter checks the value
-                    current = Option(name, aliases=(*previous.aliases, *current.aliases))
-                drafter_options[name] = current
-        # verifier_options is first for the order in lists, and last to replace drafter options with an equal name.
-        return verifier_options | declared(DrafterOption) | drafter_options | verifier_options
-
-    @property
-    def takes_draft(self) -> bool:
-        """True if the method accepts a draft folder: for its own drafter, or for the drafter that the user chooses."""
-        return "draft" in self.options
-
-    def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks options, and returns a dict from their official names to the values.
-
-        Raises:
-            ValueError: the method has no such option, or the option does not accept the value.
-        """
-        return checked(f"Method {self.name}", options, self.options)
+def _drafter_choices() -> dict[str, Method]:
+    """Returns the methods that the option ``drafter`` accepts: default drafters, and one for each kind of draft."""
+    # The main method of a kind of draft has the name of the kind.
+    trained_names = (m.name for m in METHODS.values() if m.needs_draft and m.name == m.draft_kind)
+    return {name: METHODS[name] for name in dict.fromkeys([*DEFAULT_DRAFTERS, *trained_names]) if name in METHODS}
 
 
 def _method_of(kind: Kind) -> Method:
@@ -187,7 +92,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     ),
     Kind(
         "dflash",
-        _drafter("dflash:DFlashDrafter"),
+        _drafter("eagle3:Eagle3Drafter"),
         "published drafts of DFlash and DSpark: a block of tokens from one forward",
         f"{_DFLASH}; {_DSPARK}",
         load=_drafter("dflash:DFlashDraft.load"),
@@ -235,7 +140,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     ),
     Kind(
         "onepass",
-        _drafter("onepass:OnePassDrafter"),
+        _drafter("eagle3:Eagle3Drafter"),
         "a trained one-layer draft that proposes all levels of a tree in one forward",
         f"{_PEAGLE}; {_DSPARK}",
         load=_drafter("onepass:OnePassDraft.load"),
@@ -243,10 +148,10 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     ),
     Kind(
         "peagle",
-        _drafter("onepass:OnePassDrafter"),
+        _drafter("eagle3:Eagle3Drafter"),
         "published drafts of P-EAGLE: EAGLE-3's layer, all levels of a tree in one forward",
         _PEAGLE,
-        load=_drafter("onepass:PEagleDraft.load"),
+        load=_drafter("peagle:PEagleDraft.load"),
     ),
     Kind(
         "small-lm",
@@ -290,6 +195,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
         "verifies on the part of a long context that matters, and on all of it every few rounds; any drafter",
         "Tan et al. 2025, SpecPV, arXiv:2512.02337",
         verifier=LazyImport("longdraft.engine.specpv:make_specpv"),
+        drafter_choices=_drafter_choices,
     ),
 )
 _BUILT_IN_NAMES = frozenset(entry.name for entry in _BUILT_IN)

@@ -24,6 +24,7 @@ from longdraft.integration import decoding
 from longdraft.integration.generate_arguments import CustomGenerateSignature, GenerateArguments
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
+from longdraft.method import Method
 from longdraft.model import support
 from longdraft.model.checkpoints import Progress
 from longdraft.model.execution_model import model_lock
@@ -34,7 +35,7 @@ from longdraft.planning.costs import fraction_reporter
 from longdraft.planning.planner import Planner
 from longdraft.planning.plans import PlanChoice, check_plan, is_planned, make_planner
 from longdraft.recipes import Recipe, recipe_for, resolve
-from longdraft.registry import METHODS, Method
+from longdraft.registry import METHODS
 from longdraft.views.view import parse_dtype
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class Speculator:
             UnsupportedModelError: hooks rule out drafts, and the user named a method that drafts.
         """
         recipe = self.recipe(runner)
-        if not recipe.drafter().max_nodes or (reason := reason_against_drafts(runner)) is None:
+        if not recipe.is_plannable or (reason := reason_against_drafts(runner)) is None:
             return recipe
         if self._method is not None:
             raise UnsupportedModelError(reason)
@@ -292,7 +293,7 @@ class Speculator:
     def feature_layers(self) -> tuple[int, ...]:
         """Returns layers whose hidden states drafters read; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
         runner = self.runner()
-        return self.recipe(runner).drafter().feature_layers(runner)
+        return self.recipe(runner).drafter().needs(runner).feature_layers
 
     @property
     def exact(self) -> bool:

@@ -24,7 +24,7 @@ class Decoding:
     def __init__(self, spec: Speculator, text: list[int], prompt: int, says: Callable[..., DraftLogprobs]) -> None:
         self.says, self.runner = says, spec.runner()
         self.drafter = drafter = spec.recipe().drafter()
-        self.store = self.runner.new_store(1, len(text) + 60, drafter.feature_layers(self.runner))
+        self.store = self.runner.new_store(1, len(text) + 60, drafter.needs(self.runner).feature_layers)
         drafter.bind(self.runner, self.store)
         self.s = Sequence(0, text[:prompt], 80)
         self.read(text[:prompt])

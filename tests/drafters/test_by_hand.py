@@ -190,7 +190,7 @@ def test_one_forward_a_round_whatever_the_depth_and_however_many_texts(tmp_path)
     folder, model = random_onepass(tmp_path / "draft", target()), target()
     spec = Speculator(folder, target=model, widths=(2, 2, 2, 2))
     runner, drafter = TargetRunner(model), spec.recipe().drafter()
-    store = runner.new_store(2, 40, drafter.feature_layers(runner))
+    store = runner.new_store(2, 40, drafter.needs(runner).feature_layers)
     drafter.bind(runner, store)
     sequences = [Sequence(i, [1, 2, 3], 60) for i in range(2)]
     forward(runner, [[1, 2, 3]] * 2, store, [0, 1], logits="none")

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
-from longdraft.drafters.onepass import NUM_CANDIDATES
+from longdraft.drafters.shared.single_forward import NUM_CANDIDATES
 from longdraft.model.rope import RotaryEmbedding
 from longdraft.native import kernels
 from tests.support import definitions as said

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.drafters.self_drafter import SelfDrafter, make_self_view
+from longdraft.drafters.self_drafter import SelfDrafter, SelfOptions
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
@@ -148,5 +148,5 @@ def test_views_that_do_not_fit_the_memory(free_memory):
     ids=str,
 )
 def test_sizes_that_were_not_given(options, sizes):
-    view = make_self_view(*options)
+    view = SelfOptions(**dict(zip(("view", "budget", "sink", "window", "chunk"), options, strict=True))).make_view()
     assert (view.size, view.sink, view.window) == sizes

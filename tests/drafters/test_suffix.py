@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from longdraft import Speculator
 from longdraft.drafters.shared.suffix_matches import RequestHistory
-from longdraft.drafters.suffix import MIN_PATH_PROBABILITY, OnlinePlattScaler, SuffixDrafter, mixed_match_probabilities
+from longdraft.drafters.suffix import MIN_PATH_PROBABILITY, SuffixDrafter, mixed_match_probabilities
 from longdraft.engine.sequence import Sequence
+from longdraft.planning.acceptance import OnlinePlattScaler
 from longdraft.trees.tree import NodeLimit, TokenTree
 from tests.support.events import prefill_event, verify_event
 from tests.support.tiny import tiny_model

@@ -50,14 +50,11 @@ class Watching(Drafter):
     def bind(self, runner, store):
         self.inner.bind(runner, store)
 
-    def feature_layers(self, runner):
-        return self.inner.feature_layers(runner)
-
-    def query_layers(self, runner):
-        return self.inner.query_layers(runner)
+    def needs(self, runner):
+        return self.inner.needs(runner)
 
 
-for _name in ("max_nodes", "free", "forwards", "views", "num_prompt_queries", "prior_acceptance", "forward_cost_ratio"):
+for _name in ("max_nodes", "free", "forwards", "self_draft_cost"):
     setattr(Watching, _name, property(lambda self, name=_name: getattr(self.inner, name)))
 Watching.__abstractmethods__ = frozenset()
 

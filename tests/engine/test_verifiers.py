@@ -10,7 +10,7 @@ from longdraft.drafters.autoregressive import NoDrafter
 from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter
 from longdraft.drafters.longspec import LongSpecDraft, LongSpecDrafter
 from longdraft.drafters.suffix import SuffixDrafter
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import Drafter, DraftNeeds
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import SampleNoise, Sampler
 from longdraft.engine.sequence import Sequence
@@ -125,8 +125,8 @@ class Listening(Drafter):
     def __init__(self, answers) -> None:
         self.answers, self.heard = answers, 0
 
-    def query_layers(self, runner):
-        return (1, runner.kv_shape.layers - 1)
+    def needs(self, runner):
+        return DraftNeeds(query_layers=(1, runner.kv_shape.layers - 1))
 
     def bind(self, runner, store):
         self.runner, self.store = runner, store
@@ -146,7 +146,9 @@ class Listening(Drafter):
         text = sequence.tokens[: self.store.readable_len(sequence.slot)]
         assert len(text) == len(sequence.tokens) - 1
         plain = self.runner.new_store(1, len(text))
-        out = forward(self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.query_layers(self.runner)))
+        out = forward(
+            self.runner, [text], plain, [0], logits="none", taps=Taps(queries=self.needs(self.runner).query_layers)
+        )
         assert set(queries) == set(out.queries)
         for layer, query in queries.items():
             torch.testing.assert_close(query, out.queries[layer][0, :, -1], atol=1e-4, rtol=1e-3)

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.suffix import SuffixDrafter
+from longdraft.engine.drafter import SelfDraftCost
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.planning.acceptance_model import (
+from longdraft.planning.acceptance import (
     DECAY,
     MAX_ASSUMED_CHAIN,
     PRIOR_TOKENS_PER_STEP,
@@ -229,12 +230,15 @@ def test_evidence_fades():
     assert seen.probability(log(0.5)) > 0.45 and worth.added_tokens > 0.35 and worth.extra_steps < 0.35
 
 
+class OnItself(SuffixDrafter):
+    self_draft_cost = SelfDraftCost(lambda length: min(length, 1000), prior_acceptance=0.8)
+
+
 @pytest.mark.parametrize(("length", "asked"), [(100, False), (100_000, True)])
 def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, asked):
     """A step takes 1 + length / 10,000; a draft forward reads 1,000 rows."""
     planner = Planner(CostTable((0, 100_000), (1, 64), ((1.0, 1.5), (11.0, 16.5))))
-    drafter = SuffixDrafter()
-    drafter.prior_acceptance, drafter.kv_tokens_read = 0.8, lambda n: min(n, 1000)
+    drafter = OnItself()
     s, plan = sequence(), planner.start(drafter)
     limit = plan.node_limit([s], [length])
     assert limit.select_sequences([s], [ROOT]) == ([s] if asked else [])

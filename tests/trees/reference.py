@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from longdraft.trees.level import TreeLevel
+from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
 from longdraft.trees.tree import TokenTree
 from longdraft.trees.tree_config import TreeConfig
 
 VOCABULARY = 7
 Path = tuple[int, ...]
+
+
+def expander(draft_logits: Callable[[TreeLevel], torch.Tensor], ids: torch.Tensor | None = None) -> LevelExpander:
+    """An expander of a draft that says the logits of all children; ids: of the draft's tokens in the target."""
+    return LevelExpander(lambda level, k: logits_or_topk(draft_logits(level), k), draft_to_target_ids=ids)
 
 
 class Table:
@@ -28,6 +34,10 @@ class Table:
 
     def logprobs(self, sequence: int, path: Path) -> list[float]:
         return torch.log_softmax(self.row(sequence, path), -1).tolist()
+
+    @property
+    def expander(self) -> LevelExpander:
+        return expander(self.draft_logits)
 
     def draft_logits(self, level: TreeLevel) -> torch.Tensor:
         self.calls.append(level)
@@ -52,7 +62,7 @@ def certain(*chances: float):
             rows.append(row.expand(level.tokens.shape[1], -1))
         return torch.stack(rows)
 
-    return expand
+    return expander(expand)
 
 
 def scores(tree: TokenTree) -> dict[Path, float]:

@@ -14,11 +14,16 @@ from longdraft.trees.level import TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NO_LIMIT, NodeLimit
 from longdraft.trees.tree_config import CHAIN_LENGTH, MAX_CHAIN_LENGTH, beam, chain, dynamic, opt, static
-from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, scores
+from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, expander, scores
 
 
 def priced(depth, min_expected_gain):
     return replace(chain(depth), min_expected_gain=min_expected_gain)
+
+
+def watching(draft, on_call):
+    """The same draft; every level that it is asked about goes to ``on_call`` first."""
+    return replace(draft, logits_or_topk=lambda level, k: on_call(level) or draft.logits_or_topk(level, k))
 
 
 nodes = st.integers(1, 40)
@@ -47,7 +52,7 @@ SMALL = [
 def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
     depths = [min(depth, kind.depth) for depth in depths]
     roots, table = list(range(len(depths))), Table(seed)
-    trees = kind.grow(roots, table.draft_logits, depths)
+    trees = kind.grow(roots, table.expander, depths)
     for b, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
         expected, levels = by_definition(kind, table, b, roots[b], depth)
         found = scores(tree)
@@ -63,12 +68,12 @@ def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
 class TestAnyKind:
     def test_tokens_are_the_targets_if_the_draft_has_a_vocabulary_of_its_own(self, kind):
         ids, table = [100, 7, 42, 99], Table(5, vocabulary=4)
-        (tree,) = kind.grow([0], table.draft_logits, draft_to_target_ids=torch.tensor(ids))
+        (tree,) = kind.grow([0], expander(table.draft_logits, torch.tensor(ids)))
         assert scores(tree).keys() == by_definition(kind, table, 0, 0, 3, ids)[0].keys()
 
     def test_sequences_leave_when_their_tree_is_deep_enough(self, kind):
         table = Table(0)
-        trees = kind.grow([1, 2, 3], table.draft_logits, [3, 0, 1])
+        trees = kind.grow([1, 2, 3], table.expander, [3, 0, 1])
         assert trees[1].num_draft_tokens == 0 and max(trees[2].depths) == 1
         assert [level.sequence_indices for level in table.calls] == [(0, 2), (0,), (0,)]
 
@@ -90,7 +95,7 @@ class TestAnyKind:
                 if kind.name == "opt"
                 else replace(kind, nodes=count)
             )
-            (tree,) = limited.grow([0], expand)
+            (tree,) = limited.grow([0], expander(expand))
             assert 1 <= tree.num_draft_tokens <= count and (tree.num_draft_tokens == count or kind.name == "opt")
 
 
@@ -99,18 +104,18 @@ class TestAnyKind:
 
 def test_the_papers_sizes():
     table = Table(0, vocabulary=50)
-    (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.draft_logits)
+    (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expander)
     assert tree.num_draft_tokens == 68
     assert [level.tokens.shape[1] for level in table.calls] == [1, 4, 16, 16, 16]
     table = Table(0, vocabulary=50)
-    (tree,) = dynamic().grow([3], table.draft_logits)
+    (tree,) = dynamic().grow([3], table.expander)
     assert tree.size == 60
     assert [level.tokens.shape[1] for level in table.calls] == [1, *[10] * 7]
-    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).draft_logits)[0].num_draft_tokens == 10 + 7 * 100
+    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expander)[0].num_draft_tokens == 10 + 7 * 100
 
 
 def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
-    (tree,) = dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).draft_logits)
+    (tree,) = dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).expander)
     leaves = set(range(1, tree.size)) - set(tree.parents)
     assert any(tree.depths[leaf] < 3 for leaf in leaves)
 
@@ -118,7 +123,8 @@ def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
 def test_a_chain_ends_where_it_no_longer_pays():
     """0.5, 0.25 > 0.2 > 0.125; the sure one goes on by itself."""
     calls, draft = [], certain(0.5, 0.95)
-    short, long = priced(9, 0.2).grow([7, 8], lambda level: calls.append(level.sequence_indices) or draft(level))
+    watched = watching(draft, lambda level: calls.append(level.sequence_indices))
+    short, long = priced(9, 0.2).grow([7, 8], watched)
     assert short.num_draft_tokens == 3 and long.num_draft_tokens == 9
     assert calls == [(0, 1)] * 3 + [(1,)] * 6
 
@@ -127,14 +133,14 @@ def test_a_chain_ends_where_it_no_longer_pays():
 def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
     roots, table = [0, 1, 2, 3], Table(seed)
     kind = opt(nodes=count, depth=5, threshold=threshold, top_k=6)
-    for b, tree in enumerate(kind.grow(roots, table.draft_logits)):
+    for b, tree in enumerate(kind.grow(roots, table.expander)):
 
         class Own(Table):
             def row(self, sequence, path, b=b):
                 return super().row(b, path)
 
         alone = Own(seed)
-        (alone_tree,) = kind.grow([roots[b]], alone.draft_logits)
+        (alone_tree,) = kind.grow([roots[b]], alone.expander)
         assert scores(alone_tree).keys() == scores(tree).keys()
         assert len(alone.calls) == sum(b in level.sequence_indices for level in table.calls)
 
@@ -143,7 +149,7 @@ def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
 def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(count, seed):
     """With no threshold and all nodes expanded, it holds the most probable of all paths."""
     table = Table(seed, vocabulary=4)
-    (tree,) = opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.draft_logits)
+    (tree,) = opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.expander)
     every = {}
     for length in (1, 2, 3):
         for path in itertools.product(range(4), repeat=length):
@@ -162,13 +168,8 @@ def test_an_opt_tree_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not():
 
 def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
     calls: list[int] = []
-    draft = certain(0.99)
-
-    def expand(level: TreeLevel) -> torch.Tensor:
-        calls.append(level.tokens.shape[1])
-        return draft(level)
-
-    opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], expand)
+    watched = watching(certain(0.99), lambda level: calls.append(level.tokens.shape[1]))
+    opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], watched)
     # One node of a level is better than the third best so far. At the third level that is the third best itself: its
     # children cannot be among the best, so there is no fourth level.
     assert calls == [1, 1, 1]
@@ -207,7 +208,7 @@ def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
 def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
     made = TreeOptions(**options).config(default)
     assert made.name == kind and (made.max_nodes, made.max_expanded_nodes, made.depth) == sizes
-    (tree,) = made.grow([0], Table(0, vocabulary=30).draft_logits, [100])
+    (tree,) = made.grow([0], Table(0, vocabulary=30).expander, [100])
     assert tree.num_draft_tokens <= made.max_nodes and max(tree.depths) <= made.depth
 
 

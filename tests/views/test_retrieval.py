@@ -171,7 +171,7 @@ def test_a_folder_may_name_the_layer(tmp_path, method):
     def layers(**options):
         spec = Speculator(method, target=model, draft=folder, **sizes, **options)
         assert len(spec.generate([list(range(11)) * 6], max_new_tokens=4)[0].token_ids) == 4
-        return spec.recipe().drafter().query_layers(spec.runner())
+        return spec.recipe().drafter().needs(spec.runner()).query_layers
 
     assert layers() == (5,) and layers(layer=2) == (2,)
     file.write_text(json.dumps(config | {"retrieval_layer": 3}))

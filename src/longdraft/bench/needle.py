@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -36,8 +36,8 @@ from longdraft.model.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.registry import get_method
-from longdraft.trees.level import DraftLogits, TreeLevel
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
+from longdraft.trees.tree import TokenTree, chain_tree
 from longdraft.trees.tree_config import TreeConfig
 
 # The code ends the sentence: before the code's tokens, retrieval has chosen the drafter's view a few times.
@@ -129,7 +129,7 @@ class NeedleBench:
             if "draft" in recipe.options:
                 loaded_drafts[kind] = recipe.options["draft"]  # now loaded: the next view uses the same draft
         # The cache keeps the hidden states of the layers that the first drafter with such layers reads.
-        feature_layers = (recipe.drafter().feature_layers(self.runner) for recipe in self._recipes.values())
+        feature_layers = (recipe.drafter().needs(self.runner).feature_layers for recipe in self._recipes.values())
         self._cache = PromptCache(next(filter(None, feature_layers), ()))
 
     @property
@@ -189,7 +189,7 @@ class _RootVerifier(Verifier):
     """Verifies only the root of each tree. So each round emits one token, and the drafter predicts every token."""
 
     def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        return super().verify(sequences, [TokenTree(tree.tokens[:1], (-1,)) for tree in trees])
+        return super().verify(sequences, [chain_tree(tree.tokens[0]) for tree in trees])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,16 +200,15 @@ class _Top1Tree(TreeConfig):
     branching: tuple[int, ...] = (1,)
     stored_logits: list[StoredLogits] = field(default_factory=list)
 
-    def grow(self, roots: Sequence[int], draft_logits: DraftLogits, *args: Any, **options: Any) -> list[TokenTree]:
-        target_ids = args[1] if len(args) > 1 else None  # the target's ids of the draft's vocabulary, see StoredLogits
+    def grow(
+        self, roots: Sequence[int], expander: LevelExpander, max_depths: Sequence[int] | None = None
+    ) -> list[TokenTree]:
+        def store_logits(level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
+            (logits,) = expander.logits_or_topk(level, 0)
+            self.stored_logits.extend((root_logits, expander.draft_to_target_ids) for root_logits in logits[:, 0])
+            return logits_or_topk(logits, top_k)
 
-        def store_logits(level: TreeLevel) -> torch.Tensor:
-            logits = draft_logits(level)
-            self.stored_logits.extend((root_logits, target_ids) for root_logits in logits[:, 0])
-            return logits
-
-        # draft_topk is a fused top k in place of the logits. Without it the tree calls store_logits.
-        return super().grow(roots, store_logits, *args, **options | {"draft_topk": None})
+        return super().grow(roots, replace(expander, logits_or_topk=store_logits), max_depths)
 
 
 def _score_prediction(logits: torch.Tensor, target_ids: torch.Tensor | None, token: int) -> TokenPrediction:

@@ -8,6 +8,7 @@ the draft had drawn it with probability 1 (as in the code of EAGLE-2 and 3). Out
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.session import Generation
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.speculator import Speculator
-from longdraft.trees.level import DraftLogits, DraftTopk, TreeLevel
+from longdraft.trees.level import LevelExpander, TreeLevel
 from longdraft.trees.tree import TokenTree
 
 # Trees whose shape does not depend on the drafted tokens, so that candidates can be sampled.
@@ -83,12 +84,9 @@ class RejectionSampler(Sampler):
                     return token
         return int(p.multinomial(1, generator=self.generator))
 
-    def sampling_topk(self, draft_logits: DraftLogits, target_ids: torch.Tensor | None) -> DraftTopk:
-        """Makes a ``draft_topk`` for ``TreeConfig.grow`` that samples candidates instead of choosing the top k.
-
-        Args:
-            target_ids: the target's id of each token of the draft's vocabulary; None: the vocabularies are the same.
-        """
+    def sampling_expander(self, expander: LevelExpander) -> LevelExpander:
+        """Returns an expander that samples candidates instead of choosing the top k, without calibration."""
+        target_ids = expander.draft_to_target_ids
         paths = list[tuple[int, ...]]()  # for each node of the level: the tokens from the root to the node
         self.candidates_by_path.clear()
 
@@ -96,7 +94,8 @@ class RejectionSampler(Sampler):
             nodes = zip(level.parents[0].tolist(), level.tokens[0].tolist(), strict=True)
             paths[:] = [(*paths[parent], token) for parent, token in nodes] if level.depth else [()]
             # q: (nodes, draft vocabulary). Without earlier tokens (an empty ``logits[:0]``) there are no penalties.
-            q = torch.stack([self.probabilities(logits[:0].long(), logits) for logits in draft_logits(level)[0]])
+            (all_logits,) = expander.logits_or_topk(level, 0)
+            q = torch.stack([self.probabilities(logits[:0].long(), logits) for logits in all_logits[0]])
             # The top k of q / Exp(1) noise is a sample without replacement (the Gumbel top-k trick).
             noisy = q / torch.empty_like(q).exponential_(generator=self.generator)
             drawn = noisy.topk(min(num_candidates, q.shape[1]))
@@ -110,7 +109,7 @@ class RejectionSampler(Sampler):
             ranks = -torch.arange(1.0, 1 + drawn.indices.shape[1], device=q.device)
             return ranks.expand(drawn.indices.shape)[None], drawn.indices[None]
 
-        return sample_level
+        return replace(expander, logits_or_topk=sample_level, calibrate=None)
 
 
 class RejectionSamplingJob(Job):
@@ -134,8 +133,5 @@ class RejectionSamplingJob(Job):
         drafter.propose = propose_and_track
         if is_sampled:
             grow: Any = draft.grow
-            # As TreeDrafter.grow, without its draft_topk and calibrate.
-            draft.grow = lambda sequences, draft_logits, ids, device, limit, *_: grow(
-                sequences, draft_logits, ids, device, limit, sampler.sampling_topk(draft_logits, ids)
-            )
+            draft.grow = lambda sequences, expander, limit: grow(sequences, sampler.sampling_expander(expander), limit)
         return generation

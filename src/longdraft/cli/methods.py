@@ -12,7 +12,7 @@ from longdraft.bench.tables import new_table
 from longdraft.cli import console, options
 
 if TYPE_CHECKING:
-    from longdraft.registry import Method
+    from longdraft.method import Method
 
 
 def methods(

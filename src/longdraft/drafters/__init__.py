@@ -1,4 +1,4 @@
 """Drafters propose token trees. Each file holds one drafter, its module and its loading.
 
-May import: drafts, engine, trees, views, model.
+May import: drafts, planning, engine, trees, views, model.
 """

@@ -16,4 +16,4 @@ class NoDrafter(Drafter):
         return True
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [chain_tree(s.output[-1], ()) for s in sequences]
+        return [chain_tree(s.output[-1]) for s in sequences]

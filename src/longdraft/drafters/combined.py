@@ -37,11 +37,8 @@ class CombinedDrafter(Drafter):
     def max_nodes(self) -> int:  # type: ignore[override]
         return self.lookup.max_nodes + self.draft_model.max_nodes
 
-    forwards, prior_acceptance = delegate_to("draft_model", "forwards"), delegate_to("draft_model", "prior_acceptance")
-    forward_cost_ratio, views = delegate_to("draft_model", "forward_cost_ratio"), delegate_to("draft_model", "views")
-    kv_tokens_read, feature_layers, query_layers, needs_queries, num_prompt_queries = (
-        delegate_to("draft_model", name)
-        for name in ("kv_tokens_read", "feature_layers", "query_layers", "needs_queries", "num_prompt_queries")
+    forwards, self_draft_cost, needs, needs_queries = (
+        delegate_to("draft_model", name) for name in ("forwards", "self_draft_cost", "needs", "needs_queries")
     )
 
     def use_planner(self) -> None:
@@ -64,7 +61,7 @@ class CombinedDrafter(Drafter):
         draft_trees = {s.index: tree for s, tree in zip(selected, drafted, strict=True)}
         trees = []
         for s, lookup_tree in zip(sequences, lookup_trees, strict=True):
-            draft_tree = draft_trees.get(s.index, chain_tree(lookup_tree.tokens[0], ()))  # the root if not selected
+            draft_tree = draft_trees.get(s.index, chain_tree(lookup_tree.tokens[0]))  # the root if not selected
             lookup_tree = self.adapt_lookup(s, lookup_tree, draft_tree)
             self._proposed_trees[s.index] = (lookup_tree, draft_tree)
             merged = merge_trees(lookup_tree, draft_tree)
@@ -78,7 +75,7 @@ class CombinedDrafter(Drafter):
     def observe(self, round_result: RoundResult) -> None:
         """Passes the result on to both drafters. Each drafter gets the tree that it proposed."""
         s = round_result.sequence
-        two_roots = (chain_tree(round_result.tree.tokens[0], ()),) * 2  # both drafters' trees if nothing was verified
+        two_roots = (chain_tree(round_result.tree.tokens[0]),) * 2  # both drafters' trees if nothing was verified
         trees = self._proposed_trees.pop(s.index, two_roots)
         if not round_result.tree.num_draft_tokens:  # the planner pruned all nodes
             trees = two_roots

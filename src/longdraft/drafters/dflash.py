@@ -26,8 +26,9 @@ from torch.nn import functional as F
 from longdraft.attention.sdpa import attend_sequence
 from longdraft.attention.transfer import to_device
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.onepass import NUM_CANDIDATES, LevelTopk, OnePassDrafter, SingleForwardRound
+from longdraft.drafters.shared.block_drafter import BlockDrafter
 from longdraft.drafters.shared.draft_block import DraftLayer
+from longdraft.drafters.shared.single_forward import NUM_CANDIDATES, LevelTopk, SingleForwardRound
 from longdraft.drafts.dflash_formats import KIND, DFlashShape
 from longdraft.drafts.formats import check_mask_token
 from longdraft.engine.sequence import Sequence
@@ -56,6 +57,7 @@ class DFlashBlock(nn.Module):
     """
 
     has_fused_kernel = False  # our CPU kernels do not compute these layers
+    reads_tokens = False  # keys and values of the context are projections of the target's hidden states
 
     def __init__(self, shape: DFlashShape, vocab_size: int, causal: list[bool], windows: list[int | None]) -> None:
         super().__init__()
@@ -89,10 +91,10 @@ class DFlashBlock(nn.Module):
         return out
 
     def keys_values(
-        self, x: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, x: None, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the context's keys after RoPE and values (layers, KV heads, T, head_dim).
-        ``g``: the context c of the module docstring. ``x`` is unused."""
+        ``g``: the context c of the module docstring. ``x``: no embeddings are read."""
         by_layer = [layer.self_attn.keys_values(g, cos, sin) for layer in self.draft_layers]
         return torch.stack([k for k, _ in by_layer]), torch.stack([v for _, v in by_layer])
 
@@ -134,52 +136,10 @@ class DFlashBlock(nn.Module):
         return torch.cat(outputs, 1)
 
 
-class DFlashDraft(Eagle3Draft):
-    """A draft in the layout that DFlash's or DSpark's authors publish, or in the layout of `speculators`."""
-
-    kind, label = KIND, "DFlash"
-    shape_type = DFlashShape
-
-    @cached_property
-    def shape(self) -> DFlashShape:
-        shape: DFlashShape = super().shape
-        if shape.slots < 1:
-            raise CheckpointError(f"block_size in {self.folder} is too small to draft any token. Download it again.")
-        return shape
-
-    def module(self) -> DFlashBlock:
-        vocab_size = self.config.get("target_vocabulary") or self.shape.vocabulary
-        return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
-
-    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns evenly spaced layers from 1 to num_layers - 3 (the authors' code); for `speculators`, EAGLE-3's."""
-        n, span = self.shape.feature_size // self.required_target["hidden_size"], num_layers - 4
-        evenly_spaced = (num_layers // 2,) if n == 1 else tuple(round(1 + i * span / (n - 1)) for i in range(n))
-        return super().default_feature_layers(num_layers) if self.layout == "speculators" else evenly_spaced
-
-    def check(self, runner: TargetRunner) -> None:
-        super().check(runner)
-        if not self.shape.own_mask:
-            check_mask_token(self.shape, runner.shared_parts.head.shape[0], self.folder)
-
-    def load_module(self, runner: TargetRunner) -> DFlashBlock:
-        block: DFlashBlock = super().load_module(runner)
-        if not self.shape.own_head:
-            block.borrow_head(parallel_linear(self.head(runner)[0]))
-        return block
-
-    @property
-    def is_multi_layer(self) -> bool:
-        return False  # a prefill runs no layer: all keys and values are projections of the target's hidden states
-
-    def trainable_module(self) -> Any:
-        raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
-
-
 class DFlashRound(SingleForwardRound):
     """Drafts the trees of one round from a block: the root as the anchor, and mask tokens."""
 
-    def __init__(self, drafter: DFlashDrafter, sequences: list[Sequence], depth: int) -> None:
+    def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         super().__init__(drafter, sequences, depth)
         self._shape: DFlashShape = drafter.draft.shape
 
@@ -217,21 +177,49 @@ class DFlashRound(SingleForwardRound):
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
         """Returns scores (B, W, M): ``topk.logprobs`` (B, 1, M), in DSpark plus the Markov head's W2 W1[token]."""
         if self._shape.markov_rank is None:
-            return topk.logprobs.expand(-1, level.tokens.shape[1], -1)
+            return super().corrected_scores(level, topk)
         head = self._bound.block.markov_head
         candidate_weights = head.markov_w2.weight[topk.ids[:, 0]]
         return topk.logprobs + (head.markov_w1(level.tokens) @ candidate_weights.mT).float()
 
 
-class DFlashDrafter(OnePassDrafter):
-    """Drafts trees with one forward a round, over a block of mask tokens."""
+class DFlashDraft(Eagle3Draft):
+    """A draft in the layout that DFlash's or DSpark's authors publish, or in the layout of `speculators`."""
 
-    round_type = DFlashRound
-    draft: DFlashDraft  # type: ignore[assignment]
+    kind, label = KIND, "DFlash"
+    shape_type, round_type = DFlashShape, DFlashRound
 
-    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values (layers, KV heads, T, head_dim) from the target's features at [start, end)."""
-        c = self.bound.block.project_features(self.target_features(sequence.slot, start, end))
-        cos, sin = self.bound.rotary(self.cache.positions_for_append(sequence.slot, end - start))
-        kv: tuple[torch.Tensor, torch.Tensor] = self.bound.block.keys_values(c, c, cos, sin)
-        return kv
+    @cached_property
+    def shape(self) -> DFlashShape:
+        shape: DFlashShape = super().shape
+        if shape.slots < 1:
+            raise CheckpointError(f"block_size in {self.folder} is too small to draft any token. Download it again.")
+        return shape
+
+    def module(self) -> DFlashBlock:
+        vocab_size = self.config.get("target_vocabulary") or self.shape.vocabulary
+        return DFlashBlock(self.shape, vocab_size, self.config["causal"], self.config["windows"])
+
+    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Returns evenly spaced layers from 1 to num_layers - 3 (the authors' code); for `speculators`, EAGLE-3's."""
+        n, span = self.shape.feature_size // self.required_target["hidden_size"], num_layers - 4
+        evenly_spaced = (num_layers // 2,) if n == 1 else tuple(round(1 + i * span / (n - 1)) for i in range(n))
+        return super().default_feature_layers(num_layers) if self.layout == "speculators" else evenly_spaced
+
+    def check(self, runner: TargetRunner) -> None:
+        super().check(runner)
+        if not self.shape.own_mask:
+            check_mask_token(self.shape, runner.shared_parts.head.shape[0], self.folder)
+
+    def load_module(self, runner: TargetRunner) -> DFlashBlock:
+        block: DFlashBlock = super().load_module(runner)
+        if not self.shape.own_head:
+            block.borrow_head(parallel_linear(self.head(runner)[0]))
+        return block
+
+    @property
+    def is_multi_layer(self) -> bool:
+        return False  # a prefill runs no layer: all keys and values are projections of the target's hidden states
+
+    def trainable_module(self) -> Any:
+        raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")

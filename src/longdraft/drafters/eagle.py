@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
-from longdraft.drafters.shared.draft_block import DraftLayer
+from longdraft.drafters.eagle3 import Eagle3Draft
+from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.runner import TargetRunner
@@ -28,15 +28,8 @@ from longdraft.model.shared_parts import norm_before_head
 from longdraft.model.tensor_parallel import parallel_linear
 
 
-class EagleBlock(Eagle3Block):
-    """EAGLE's module. The state dict is the published layout, but the layer is called ``midlayer`` as in EAGLE-3."""
-
-    def __init__(self, shape: EagleShape) -> None:
-        nn.Module.__init__(self)
-        self.shape = shape
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
-        self.midlayer = DraftLayer(shape, shape.hidden_size)
-        self.norm = nn.Identity()  # type: ignore[assignment]  # o predicts f, which is normed already
+class LastStateBlock(DraftBlock):
+    """Base of blocks that predict the target's last hidden states, and use its final norm and head: EAGLE-1, MTP."""
 
     def borrow_target_head(
         self, runner: TargetRunner, head: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -58,13 +51,28 @@ class EagleBlock(Eagle3Block):
         out: torch.Tensor = self._target_norm(features)
         return out
 
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        return self.head(out)
+
+
+class EagleBlock(LastStateBlock):
+    """EAGLE's module. The state dict is the published layout, but the layer is called ``midlayer`` as in EAGLE-3."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=shape.fc_bias)
+        self.midlayer = DraftLayer(shape, shape.hidden_size)
+        self.norm = nn.Identity()  # o predicts f, which is normed already
+
+    @property
+    def first_layer(self) -> DraftLayer:
+        return self.midlayer
+
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         assert g is not None  # f_t of the module docstring
         n = self.fc(torch.cat([x, g], -1))
         return n, n  # no norm: attention reads the residual stream itself
-
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        return self.head(out)
 
 
 class EagleDraft(Eagle3Draft):

@@ -17,8 +17,7 @@ whose token is the root, goes through the whole layer. Then the tree grows level
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,11 +25,12 @@ from torch import nn
 
 from longdraft.drafters.shared.block_drafter import KV_CHUNK, BlockDrafter
 from longdraft.drafters.shared.draft_batch import DraftBatch
-from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer, initialize
-from longdraft.drafters.shared.draft_round import BoundDraft
+from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer
+from longdraft.drafters.shared.draft_round import BoundDraft, DraftRound
 from longdraft.drafters.shared.retrieval import RetrievalOptions
-from longdraft.drafts.eagle_draft import EagleDraft as BaseEagleDraft
 from longdraft.drafts.eagle_formats import Eagle3Shape
+from longdraft.drafts.feature_draft import FeatureDraft
+from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
@@ -38,8 +38,7 @@ from longdraft.model.rope import apply_rotary
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree_config import TreeConfig
-from longdraft.views.draft_cache import PREFILL_CHUNK, DraftCache, RepositionedKVCache
+from longdraft.views.draft_cache import DraftCache, RepositionedKVCache
 
 
 class Eagle3Block(DraftBlock):
@@ -72,8 +71,8 @@ class Eagle3Block(DraftBlock):
         return self.midlayer
 
     def initialize(self, seed: int = 0, std: float = 0.02, head: torch.Tensor | None = None) -> None:
-        """Sets the weights as :func:`initialize`. ``head``: initial weight (vocabulary, hidden) of the head."""
-        initialize(self, seed, std)
+        """Sets weights as :meth:`DraftBlock.initialize`. ``head``: initial weight (vocabulary, hidden) of the head."""
+        super().initialize(seed, std)
         if head is not None:
             with torch.no_grad():
                 self.lm_head.weight.copy_(head)
@@ -102,11 +101,17 @@ class Eagle3Block(DraftBlock):
         return logits
 
 
-class Eagle3Draft(BaseEagleDraft[BoundDraft]):
+class Eagle3Draft(FeatureDraft[BoundDraft]):
     """A trained EAGLE-3 draft of any published layout. ``module_type`` is the class of the draft's module."""
 
     module_type: ClassVar[type[Any]] = Eagle3Block
+    round_type: ClassVar[type[DraftRound]] = DraftRound  # drafts the trees of one round
     default_depth: int | None = None  # number of levels of a dynamic tree; None: the preset's
+
+    @property
+    def max_levels(self) -> int | None:
+        """Maximum number of levels of a tree, if one forward drafts all of them; None: no limit."""
+        return getattr(self.shape, "slots", None)
 
     @property
     def is_multi_layer(self) -> bool:
@@ -128,7 +133,7 @@ class WindowOptions(Options):
 
 
 class Eagle3Drafter(BlockDrafter):
-    """Drafts trees with an EAGLE-3 layer.
+    """Drafts trees with a draft that reads the target's hidden states: EAGLE, P-EAGLE, one-pass or DFlash.
 
     With retrieval, the draft attends only to the chunks of the context that the target attends to. Their KV is copied
     to a working cache, at positions 0, 1, 2, ...; the KV of the full context is stored apart (SpecExtend, section 2.2).
@@ -148,7 +153,15 @@ class Eagle3Drafter(BlockDrafter):
         retrieval_options: RetrievalOptions = rest[0] if rest else RetrievalOptions()  # MTP has no retrieval options
         uses_retrieval, user_window = retrieval_options.retrieval, window_options.window
         tree = tree_options.config("opt" if uses_retrieval else "dynamic", draft.default_depth)
-        self.tree = self.adapt_tree(tree, draft, options)
+        if (max_levels := draft.max_levels) is not None:
+            set_by_user = [name for name in ("widths", "depth") if options.get(name) is not None]
+            if set_by_user and tree.depth > max_levels:
+                raise ValueError(
+                    f"a tree of {tree.depth} levels is deeper than the {max_levels} tokens that the draft proposes: "
+                    f"give {set_by_user[0]} of {max_levels} levels at most"
+                )
+            tree = tree.limit_depth(max_levels)
+        self.tree, self.round_type = tree, draft.round_type
         self.window = draft.window if user_window is None else user_window
         if self.window is not None and self.tree.depth >= self.window:
             prefix = f"{draft.folder}: " if user_window is None else ""
@@ -162,18 +175,15 @@ class Eagle3Drafter(BlockDrafter):
             self.window = None
         self.draft = draft
 
-    def adapt_tree(self, tree: TreeConfig, draft: Eagle3Draft, options: Mapping[str, Any]) -> TreeConfig:
-        """Returns the tree, limited to what the draft can draft. ``options``: the options that the user gave."""
-        return tree
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the target's layers whose hidden states the draft reads, usually three."""
-        return self.draft.feature_layers(runner)
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the layers whose hidden states the draft reads, usually three, and the needs of the retrieval."""
+        return replace(super().needs(runner), feature_layers=self.draft.feature_layers(runner))
 
     @property
     def scratch_entries(self) -> int:
-        """Number of entries of the draft's cache that a round writes after the context."""
-        return self.tree.max_expanded_nodes
+        """Number of entries of the draft's cache that a round writes after the context: of nodes, or mask tokens."""
+        max_levels = self.draft.max_levels
+        return self.tree.max_expanded_nodes if max_levels is None else max_levels - 1
 
     def kv_shape_of_draft(self) -> KVShape:
         """Returns the shape of the draft's keys and values."""
@@ -186,13 +196,11 @@ class Eagle3Drafter(BlockDrafter):
             rotary, view = self.bound.rotary, self.retrieval.view
             store = self.new_cache_store(kv_shape, view.capacity + self.scratch_entries)
             full_store = KVStore(kv_shape, self.store.slots, capacity, self.runner.device)
-            # A multi-layer draft is prefilled through the working cache: half holds a chunk, half the tokens before.
-            prefill_chunk = max(1, min(PREFILL_CHUNK, (view.capacity - view.sink) // 2))
             return RepositionedKVCache(
                 store, full_store, self.scratch_entries, self.retrieval,
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(positions)),
                 lambda keys, positions: apply_rotary(keys, *rotary.rotation(-positions)),
-                prefill_chunk, view.capacity,
+                view.capacity,  # a multi-layer draft is prefilled through the working cache
             )  # fmt: skip
         # RoPE depends on distances only, and all distances in a window are within the trained length, so a window keeps
         # true positions. It is not larger than the store, and has space for the root and all levels of a tree.

@@ -26,6 +26,7 @@ from longdraft.drafters.shared.fused_level import draft_kernels
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts import draft_folder, tokenswift_heads
 from longdraft.drafts.draft import TrainedDraft
+from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
@@ -33,10 +34,9 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.stored import quantize_for_draft
 from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import TreeLevel
+from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import NodeLimit, TokenTree
-from longdraft.views.view import View
+from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
 
 # Scale of the final norm of untrained heads. Such a head repeats the target's prediction; small logits make it unsure.
 INITIAL_NORM_SCALE = 0.3
@@ -180,20 +180,9 @@ class HeadsDrafter(TreeDrafter):
         """Number of multiplications by the target's head, or of the self-drafter's forwards if there are more."""
         return max(self._num_rounds, 0 if self.self_drafter is None else self.self_drafter.forwards)
 
-    @property
-    def views(self) -> tuple[View, ...]:
-        return () if self.self_drafter is None else self.self_drafter.views
-
-    @property
-    def num_prompt_queries(self) -> int:  # type: ignore[override]
-        return 1 if self.self_drafter is None else self.self_drafter.num_prompt_queries
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the last layer; none with a self-drafter, which computes the hidden states itself."""
-        return (runner.num_layers - 1,) if self.self_drafter is None else ()
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        return () if self.self_drafter is None else self.self_drafter.query_layers(runner)
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the needs of the self-drafter, which computes the hidden states; without one, the last layer's."""
+        return DraftNeeds((runner.num_layers - 1,)) if self.self_drafter is None else self.self_drafter.needs(runner)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         self._bound, self._store = self.draft.bind(runner), store
@@ -210,14 +199,14 @@ class HeadsDrafter(TreeDrafter):
             first_level = root_logits if ids is None else root_logits[:, ids]
             logits = torch.cat([first_level[:, None].to(logits.dtype), logits], dim=1)
 
-        def draft_logits(level: TreeLevel) -> torch.Tensor:
+        def expand(level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
             # A draft head's logits do not depend on the path. ``stack`` avoids copying an index tensor to the device.
             selected = torch.stack([logits[i, level.depth, None] for i in level.sequence_indices])
-            return selected.expand(-1, level.tokens.shape[1], -1)
+            return logits_or_topk(selected.expand(-1, level.tokens.shape[1], -1), top_k)
 
         # The logits of all levels are computed already, so one more level costs nothing.
         limit = None if limit is None else replace(limit, min_expected_gain=0.0)
-        return self.grow(sequences, draft_logits, ids, logits.device, limit)
+        return self.grow(sequences, LevelExpander(expand, logits.device, ids), limit)
 
     def _hidden_states(self, sequences: SequenceOf[Sequence]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns h_0 (B, hidden) of each sequence, and the first level's logits (B, vocabulary). With a self-drafter,
@@ -226,7 +215,7 @@ class HeadsDrafter(TreeDrafter):
         entries = [s.length - 2 for s in sequences]  # the root, whose KV is not computed yet, is token length - 1
         if self.self_drafter is not None:
             self.self_drafter.update_views(sequences)
-            roots = [TokenTree((s.output[-1],), (-1,)) for s in sequences]
+            roots = [chain_tree(s.output[-1]) for s in sequences]
             logits = torch.stack([tree_logits[0] for tree_logits in self.self_drafter.verify(sequences, roots)])
             store = self.self_drafter.cache.store
             entries = [store.lengths[s.slot] for s in sequences]  # the first entry after each view

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from longdraft.drafters.shared.block_drafter import BlockDrafter
-from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer, initialize
+from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer
 from longdraft.drafters.shared.draft_round import BoundDraft
 from longdraft.drafters.shared.fused_level import TargetKV
 from longdraft.drafts.draft import TrainedDraft
@@ -78,8 +78,8 @@ class LongSpecBlock(DraftLayer, DraftBlock):
         return self.input_layernorm(x), x
 
     def initialize(self, seed: int = 0, std: float = 0.02) -> None:
-        """Sets the weights as :func:`initialize`, and a final norm of 0.5."""
-        initialize(self, seed, std)
+        """Sets the weights as :meth:`DraftBlock.initialize`, and a final norm of 0.5."""
+        super().initialize(seed, std)
         if self.shape.final_norm:
             with torch.no_grad():  # 0.5 makes small logits: a block that is still the identity must not be sure
                 self.norm.get_parameter("weight").fill_(0.5)

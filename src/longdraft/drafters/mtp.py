@@ -20,10 +20,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from longdraft.drafters.eagle import EagleBlock
-from longdraft.drafters.eagle3 import Eagle3Draft, Eagle3Drafter, WindowOptions
+from longdraft.drafters.eagle import LastStateBlock
+from longdraft.drafters.eagle3 import Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.draft_block import ALL, CrossAttend, OutputRows, SelfAttend
-from longdraft.drafters.shared.draft_round import BoundDraft
+from longdraft.drafters.shared.draft_round import BoundDraft, DraftRound
 from longdraft.drafts import draft_folder, mtp_formats
 from longdraft.drafts.draft import Draft
 from longdraft.errors import CapabilityError, CheckpointError
@@ -38,7 +38,7 @@ from longdraft.trees.options import TreeOptions
 KIND = "mtp"
 
 
-class MtpBlock(EagleBlock):
+class MtpBlock(LastStateBlock):
     """MTP's module: norms and a projection around a decoder layer of the target's class.
     ``has_experts``: the layer is a mixture of experts.
 
@@ -50,7 +50,7 @@ class MtpBlock(EagleBlock):
     hnorm: nn.Module
 
     def __init__(self, runner: TargetRunner, has_experts: bool) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         size, eps = runner.shared_parts.hidden_size, runner.shared_parts.rms_norm_eps
         self.layer = mtp_layer.new_decoder_layer(runner.model, has_experts)
         for name in ("enorm", "hnorm", "norm"):
@@ -67,7 +67,8 @@ class MtpBlock(EagleBlock):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return mtp_layer.compute_kv(self.layer, self.combine_inputs(x, g)[0], cos, sin)
+        keys, values = mtp_layer.compute_kv(self.layer, self.combine_inputs(x, g)[0], cos, sin)
+        return keys[None], values[None]
 
     def forward(
         self,
@@ -93,19 +94,19 @@ class MtpBlock(EagleBlock):
         return out
 
 
-class MtpDraft(Eagle3Draft):
+class MtpDraft(Draft[BoundDraft]):
     """The MTP layer of a checkpoint. Only :meth:`make` constructs the module, because it needs the target's class.
 
     ``folder``: the checkpoint, or a GGUF file. ``tensors``: from :func:`longdraft.drafts.mtp_formats.read`.
     """
 
     kind, label = KIND, "MTP"
+    round_type, decoder_layers, is_multi_layer = DraftRound, 1, False
+    default_depth = max_levels = window = max_context = None  # the layer has the target's context length
 
     def __init__(self, folder: Path | str, tensors: dict[str, torch.Tensor | QuantizedMatrix]) -> None:
-        Draft.__init__(self, folder)
+        super().__init__(folder)
         self._tensors = tensors
-        self.config, self.layout = {}, "checkpoint"
-        self.draft_to_target_ids, self.configured_layers, self.window = None, None, None
         projection = tensors.get("eh_proj.weight")
         if projection is None:
             raise CheckpointError(f"{folder} lacks its MTP layer's fc or eh_proj: copy all files of the folder again.")
@@ -124,21 +125,14 @@ class MtpDraft(Eagle3Draft):
     def parameters(self) -> int:
         return sum(torch.Size(tensor.shape).numel() for tensor in self._tensors.values())
 
-    @property
-    def max_context(self) -> None:
-        """None, because the layer has the target's context length."""
-        return
-
-    def default_feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        return (num_layers - 1,)
+    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
+        """Returns the last layer, whose output the layer reads."""
+        return (runner.num_layers - 1,)
 
     def check(self, runner: TargetRunner) -> None:
         draft_folder.check_target(self.required_target, runner.shared_parts.description, self.folder)
         if runner.tp_rank is not None:
             raise CapabilityError("MTP layers do not run in tensor parallel: use eagle3 or prompt-lookup.")
-
-    def remarks(self, runner: TargetRunner) -> list[str]:
-        return []
 
     def make(self, runner: TargetRunner) -> BoundDraft:
         tensors = self._tensors
@@ -155,7 +149,7 @@ class MtpDrafter(Eagle3Drafter):
 
     options: ClassVar[tuple[type[Options], ...]] = (TreeOptions, WindowOptions)
     is_capturable = False  # a mixture of experts runs the experts that the data select
-    draft: MtpDraft
+    draft: MtpDraft  # type: ignore[assignment]
 
     @torch.inference_mode()
     def kv_shape_of_draft(self) -> KVShape:
@@ -164,7 +158,7 @@ class MtpDrafter(Eagle3Drafter):
         x = torch.zeros(1, runner.shared_parts.hidden_size, dtype=runner.kv_shape.dtype, device=runner.device)
         cos, sin = bound.rotary(torch.zeros(1, dtype=torch.long, device=runner.device))
         keys, _ = bound.block.keys_values(x, x, cos, sin)
-        return KVShape(1, keys.shape[0], keys.shape[2], runner.kv_shape.dtype)
+        return KVShape(1, keys.shape[1], keys.shape[3], runner.kv_shape.dtype)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
         trained_length = original_context_length(runner.model)  # before RoPE was scaled; None: it was not

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from longdraft.drafters.shared.acceptance_calibrator import AcceptanceCalibrator
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
+from longdraft.engine.drafter import DraftNeeds, SelfDraftCost
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import verify_trees
@@ -27,7 +27,8 @@ from longdraft.memory.store import KVStore
 from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
-from longdraft.trees.level import TreeLevel
+from longdraft.planning.acceptance import AcceptanceCalibrator
+from longdraft.trees.level import LevelExpander, TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.retrieval import ReselectionTimer
@@ -52,6 +53,7 @@ VIEW_SCORERS: dict[str, tuple[str, int | None]] = {
     "attention": ("attention", CHUNK),
     "mean-key": ("mean-key", CHUNK),
 }
+_SIZES = ("budget", "sink", "window", "chunk")  # options that shape every view except "all"
 
 
 @dataclass(frozen=True)
@@ -76,41 +78,6 @@ class ViewOptions(Options):
     )
 
 
-def make_self_view(view: str, budget: int | None, sink: int | None, window: int | None, chunk: int | None) -> View:
-    """Makes a view from a drafter's options. A size that is None gets the default.
-
-    Args:
-        view: a key of :data:`VIEW_SCORERS`; "all" has no sizes.
-        budget: number of entries, sink and window included. Default 512; for "streaming" with a window, sink + window.
-        sink: number of first tokens. Default 16, rounded up to whole chunks.
-        window: number of last tokens. Default 32; for "streaming", the rest of the budget.
-        chunk: number of tokens that are selected together. Default 8; 1 for "snapkv". Not for "streaming" and "tokens".
-    """
-    if view == "all":
-        sizes = {"budget": budget, "sink": sink, "window": window, "chunk": chunk}
-        if names := [name for name, size in sizes.items() if size is not None]:
-            raise ValueError(f"view=all has no sizes: leave {' and '.join(names)} out, or take another view")
-        return View("streaming", 0, 0, UNLIMITED)
-    scorer, default_chunk = VIEW_SCORERS[view]
-    if chunk is not None and default_chunk is None:
-        raise ValueError(f"view={view} selects no chunks: leave chunk out, or give view=chunks")
-    chunk_size = chunk if chunk is not None else default_chunk or 1
-    sink = -(-SINK // chunk_size) * chunk_size if sink is None else sink  # rounded up to whole chunks
-    is_streaming = SCORERS[scorer] is None
-    if budget is None:
-        budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
-    if window is None:
-        window = max(budget - sink, 1) if is_streaming else WINDOW
-    minimum = sink + window + (chunk_size if chunk_size > 1 else 0)
-    if budget < minimum:
-        raise ValueError(
-            f"budget {budget} is less than sink + window{' + chunk' if chunk_size > 1 else ''} ({minimum} tokens): "
-            "give a larger budget, or a smaller sink and window"
-        )
-    reduction = "mean" if scorer == "snapkv" else "last"  # which of the last queries' scores rank the chunks
-    return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
-
-
 # A view has space for size / NEW_TOKENS_DIVISOR new tokens before its chunks are reselected, at least MIN_NEW_TOKENS.
 NEW_TOKENS_DIVISOR, MIN_NEW_TOKENS = 4, 64
 # {view: verifications from one selection of chunks to the next}, and the number for all other views.
@@ -133,6 +100,32 @@ class SelfOptions(ViewOptions):
         help="all: all tokens, in int8; streaming: first and last tokens; others: also the best tokens by this scorer",
         usual="attention; magicdec: snapkv; quantspec: all",
     )
+
+    def make_view(self) -> View:
+        """Makes the view, without space for new tokens. Raises ValueError if the sizes do not fit the view."""
+        budget, sink, window, chunk = sizes = self.budget, self.sink, self.window, self.chunk
+        if self.view == "all":
+            if names := [name for name, size in zip(_SIZES, sizes, strict=True) if size is not None]:
+                raise ValueError(f"view=all has no sizes: leave {' and '.join(names)} out, or take another view")
+            return View("streaming", 0, 0, UNLIMITED)
+        scorer, default_chunk = VIEW_SCORERS[self.view]
+        if chunk is not None and default_chunk is None:
+            raise ValueError(f"view={self.view} selects no chunks: leave chunk out, or give view=chunks")
+        chunk_size = chunk if chunk is not None else default_chunk or 1
+        sink = -(-SINK // chunk_size) * chunk_size if sink is None else sink  # rounded up to whole chunks
+        is_streaming = SCORERS[scorer] is None
+        if budget is None:
+            budget = sink + window if is_streaming and window is not None else DEFAULT_BUDGET
+        if window is None:
+            window = max(budget - sink, 1) if is_streaming else WINDOW
+        minimum = sink + window + (chunk_size if chunk_size > 1 else 0)
+        if budget < minimum:
+            raise ValueError(
+                f"budget {budget} is less than sink + window{' + chunk' if chunk_size > 1 else ''} ({minimum} tokens): "
+                "give a larger budget, or a smaller sink and window"
+            )
+        reduction = "mean" if scorer == "snapkv" else "last"  # which of the last queries' scores rank the chunks
+        return View(scorer, budget - sink - window, sink, window, chunk_size, reduction=reduction)
 
 
 def can_draft_quantized(runner: TargetRunner) -> bool:
@@ -160,13 +153,12 @@ class SelfDrafter(TreeDrafter):
 
     def __init__(self, **options: Any) -> None:
         config, tree_options = parse("self-drafting", options, SelfOptions, TreeOptions)
-        view, budget = config.view, config.budget
+        view = config.view
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
         self.view_dtype = parse_dtype(dtype)
         # With default options, view=attention is in int8 if the target's kernels can round KV (see :meth:`bind`).
-        self._prefers_int8 = view == "attention" and budget is None and config.view_dtype is None
-        budget = ATTENTION_BUDGET if self._prefers_int8 else budget
-        sized_view = make_self_view(view, budget, config.sink, config.window, config.chunk)
+        self._prefers_int8 = view == "attention" and config.budget is None and config.view_dtype is None
+        sized_view = (replace(config, budget=ATTENTION_BUDGET) if self._prefers_int8 else config).make_view()
         self.view = replace(sized_view, max_new=max(MIN_NEW_TOKENS, sized_view.size // NEW_TOKENS_DIVISOR))
         interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
         self.timer = ReselectionTimer(interval, self.view.num_queries)
@@ -178,24 +170,17 @@ class SelfDrafter(TreeDrafter):
         self.max_verified_tokens = 0  # most tokens of one :meth:`verify`; set by the drafter that calls it
 
     @property
-    def forward_cost_ratio(self) -> float:  # type: ignore[override]
-        return QUANTIZED_FORWARD_RATIO if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
+    def self_draft_cost(self) -> SelfDraftCost:
+        kv_dtype, view = self.runner.kv_dtype, self.view
+        relative_size = (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
+        ratio = QUANTIZED_FORWARD_RATIO if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
+        return SelfDraftCost(lambda length: min(length, view.size) * relative_size, ratio, self.prior_acceptance)
 
-    def kv_tokens_read(self, context_len: int) -> float | None:
-        kv_dtype = self.runner.kv_dtype
-        return min(context_len, self.view.size) * (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        return () if self.view.window == UNLIMITED else (self.view,)
-
-    @property
-    def num_prompt_queries(self) -> int:  # type: ignore[override]
-        return max(1, self.view.num_queries)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """All layers if the view selects entries, because each layer selects entries by its own queries."""
-        return tuple(range(runner.kv_shape.layers)) if self.view.num_queries else ()
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the queries of all layers if the view selects entries, because each layer selects by its own."""
+        num_queries, views = self.view.num_queries, () if self.view.window == UNLIMITED else (self.view,)
+        layers = range(runner.kv_shape.layers if num_queries else 0)
+        return DraftNeeds(query_layers=tuple(layers), num_prompt_queries=max(1, num_queries), views=views)
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
         """Returns False while the views hold the full contexts, because then nothing has to be selected."""
@@ -227,8 +212,8 @@ class SelfDrafter(TreeDrafter):
             return torch.stack([c.calibrate(x) for c, x in zip(calibrators, logprobs, strict=True)])
 
         draft_round = LMDraftRound(self, self.runner, self.cache.store, self.fused_lm, sequences)
-        logits, topk = draft_round.draft_logits, draft_round.draft_topk
-        return self.grow(sequences, logits, None, self.runner.device, limit, topk, calibrate)
+        expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, calibrate=calibrate)
+        return self.grow(sequences, expander, limit)
 
     def calibrator(self, sequence: Sequence) -> AcceptanceCalibrator:
         """Returns a sequence's acceptance calibrator, and makes it on first use."""

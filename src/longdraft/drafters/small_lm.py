@@ -29,7 +29,7 @@ from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.rope import rotary_module
 from longdraft.model.runner import TargetRunner
 from longdraft.options import option, parse
-from longdraft.trees.level import TreeLevel, topk_logprobs
+from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views import draft_cache
@@ -120,9 +120,9 @@ class SmallLMDrafter(RetrievalDrafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        draft_round, ids = SmallLMRound(self, sequences), self.bound.draft_to_target_ids
-        device = self.bound.runner.device
-        return self.grow(sequences, draft_round.draft_logits, ids, device, limit, draft_round.draft_topk)
+        bound, draft_round = self.bound, SmallLMRound(self, sequences)
+        expander = LevelExpander(draft_round.logits_or_topk, bound.runner.device, bound.draft_to_target_ids)
+        return self.grow(sequences, expander, limit)
 
     def release(self, sequence: Sequence) -> None:
         self._truncate(sequence.slot, 0)
@@ -213,14 +213,12 @@ def make_repositioned_cache(
         )
     view = retrieval.view
     prefill_capacity = min(trained_length, max(view.capacity, view.sink + view.window + draft_cache.PREFILL_CHUNK))
-    # Half of the space after the sink holds a prefill chunk, the other half the tokens just before the chunk.
-    prefill_chunk = max(1, min(draft_cache.PREFILL_CHUNK, (prefill_capacity - view.sink) // 2))
     rotation = KeyRotation(runner, prefill_capacity)
     store = runner.new_store(slots, prefill_capacity + max(scratch, view.max_new), resident=True)
     # The KV of the full context. Views are gathered from it; no forward attends to it.
     full_store = KVStore(runner.kv_shape, slots, capacity, runner.device)
     rotate, unrotate = rotation.rotate, rotation.unrotate
-    return RepositionedKVCache(store, full_store, scratch, retrieval, rotate, unrotate, prefill_chunk, prefill_capacity)
+    return RepositionedKVCache(store, full_store, scratch, retrieval, rotate, unrotate, prefill_capacity)
 
 
 class SmallLMRound(LMDraftRound):
@@ -234,18 +232,10 @@ class SmallLMRound(LMDraftRound):
         """Returns the root's position in the cache, which already holds the root."""
         return self._store.lengths[sequence.slot] - 1
 
-    def draft_logits(self, level: TreeLevel) -> torch.Tensor:
-        return super().draft_logits(level) if level.depth > 0 else self._feed_new_tokens(level, 0)[0]
-
-    def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if level.depth > 0:
-            return super().draft_topk(level, k)
-        logprobs, ids = self._feed_new_tokens(level, k)
-        return logprobs, ids
-
-    def _feed_new_tokens(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Feeds and commits the new tokens of each sequence, the root last. Returns logits (sequences, 1, draft
-        vocabulary) for the roots' children if ``top_k`` is 0, else log-probabilities and draft ids of the top k."""
+    def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
+        """Feeds a level. Before the level of the roots, feeds and commits the new tokens of each sequence."""
+        if level.depth:
+            return super().logits_or_topk(level, top_k)
         self._drafter.forwards += 1
         sequences = self.sequences_of(level)
         slots, chains = [s.slot for s in sequences], [self._small_lm.new_tokens(s) for s in sequences]
@@ -260,7 +250,7 @@ class SmallLMRound(LMDraftRound):
             assert logits is not None
             if not is_even:
                 logits = torch.stack([logits[i, len(chain) - 1] for i, chain in enumerate(chains)])[:, None]
-            result = topk_logprobs(logits, top_k) if top_k else (logits,)
+            result = logits_or_topk(logits, top_k)
         for slot, chain in zip(slots, chains, strict=True):
             self._small_lm.commit(slot, chain)
         return result

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from math import exp, log, log2
+from math import log, log2
 from typing import Any
 
 from longdraft.drafters.shared.suffix_matches import SEPARATOR, Match, OccurrenceIndex, RequestHistory, SuffixMatches
@@ -19,6 +19,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.options import Options, option, parse
+from longdraft.planning.acceptance import OnlinePlattScaler
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 # {is greedy: pseudo-count of unseen continuations}. Greedy output repeats its context more than sampled output does.
@@ -54,31 +55,6 @@ def mixed_match_probabilities(matches: SequenceOf[tuple[int, int]], pseudo_count
                 probabilities[next_token] = probabilities.get(next_token, 0.0) + (remaining - rest) * token_count / n
             remaining = rest
     return probabilities
-
-
-class OnlinePlattScaler:
-    """Calibrates probabilities by a linear function of the log-odds (Platt scaling), learned online.
-    Proposals that the target did not verify are learned from too, because their next token becomes known anyway."""
-
-    # Learning rate of the shift. The slope's rate is a tenth of this rate. Half or twice these rates did as well.
-    RATE, SLOPE_FACTOR = 0.05, 0.1
-
-    def __init__(self) -> None:
-        self.shift, self.slope = 0.0, 1.0
-
-    def calibrate(self, p: float) -> float:
-        return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(p)))
-
-    def observe(self, p: float, correct: bool) -> None:
-        """Learns whether a token that was proposed with probability ``p`` was correct."""
-        step = self.RATE * (correct - self.calibrate(p))
-        self.shift += step
-        self.slope += self.SLOPE_FACTOR * step * _log_odds(p)
-
-
-def _log_odds(p: float) -> float:
-    p = min(max(p, 1e-4), 1 - 1e-4)  # so that certain tokens have finite log-odds
-    return log(p / (1 - p))
 
 
 class _Continuation:
@@ -203,7 +179,8 @@ class SuffixDrafter(Drafter):
     def _propose(self, s: Sequence, min_probability: float) -> TokenTree:
         """Makes a tree. Adds the most probable node until the tree is full, or the node's path is too improbable."""
         tokens, parents, logprobs = [s.output[-1]], [-1], [0.0]
-        matches, max_depth, next_index = self._sequence_matches[s.index], min(self.max_draft, s.remaining - 1), count()
+        matches, next_index = self._sequence_matches[s.index], count()
+        max_depth = min(self.max_draft, s.max_draft_depth)
         # (minus the path log-probability, index of insertion, parent, token, log-probability, parent's continuation)
         heap: list[tuple[float, int, int, int, float, _Continuation]] = []
 

@@ -22,7 +22,7 @@ from longdraft.drafters.self_drafter import SINK, SelfDrafter, ViewOptions
 from longdraft.drafters.small_lm import SmallLMDrafter
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.accept import accept_path, sample_target_tokens
-from longdraft.engine.drafter import Drafter, delegate_to
+from longdraft.engine.drafter import Drafter, DraftNeeds, delegate_to
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import UnsupportedModelError
@@ -30,9 +30,8 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix_len
 from longdraft.model.runner import TargetRunner
 from longdraft.options import declared, option, parse, takes
-from longdraft.trees.tree import NodeLimit, TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
 from longdraft.trees.tree_config import MAX_CHAIN_LENGTH
-from longdraft.views.view import View
 
 # From section 5.1.
 CHAIN_LENGTH = 6  # gamma_2: tokens that the self-drafter emits before the target verifies them
@@ -82,13 +81,11 @@ class TriForceDrafter(Drafter):
         self._drafts: dict[int, _SelfDraft] = {}  # by sequence index
 
     # The small model's forwards are not counted: a planner adds their time to that of the self-drafter's forwards.
-    forwards, num_prompt_queries, query_layers = (
-        delegate_to("self_drafter", name) for name in ("forwards", "num_prompt_queries", "query_layers")
-    )
+    forwards = delegate_to("self_drafter", "forwards")
 
-    @property
-    def views(self) -> tuple[View, ...]:
-        return self.small_lm.views + self.self_drafter.views
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        needs = self.self_drafter.needs(runner)
+        return replace(needs, views=self.small_lm.needs(runner).views + needs.views)
 
     def use_planner(self) -> None:
         """Allows longer chains, which end when one more token is not worthwhile, unless the user chose the length."""
@@ -118,10 +115,9 @@ class TriForceDrafter(Drafter):
             inner_limit = NodeLimit(INNER_NODES, limit.min_expected_gain)
             if not self._has_user_length:
                 length, min_gain = max(1, min(length, limit.max_nodes)), limit.min_expected_gain
-        # A verified path of depth k emits k + 1 tokens, so a sequence with one token left needs no draft.
-        unfinished = [s for s in sequences if s.remaining > 1]
+        unfinished = [s for s in sequences if s.max_draft_depth > 0]
         self.self_drafter.update_views(unfinished)
-        self._drafts |= {s.index: self._start_draft(s, min(length, s.remaining - 1)) for s in unfinished}
+        self._drafts |= {s.index: self._start_draft(s, min(length, s.max_draft_depth)) for s in unfinished}
         drafts = [self._drafts[s.index] for s in unfinished]
         growing = drafts
         while growing:
@@ -155,9 +151,9 @@ class TriForceDrafter(Drafter):
 
     def _chain(self, s: Sequence) -> TokenTree:
         """Returns the self-drafter's tokens as a chain after the sequence's last token."""
-        draft = self._drafts.get(s.index) if s.remaining > 1 else None
+        draft = self._drafts.get(s.index) if s.max_draft_depth > 0 else None
         tokens, logprobs = (draft.emitted, draft.logprobs) if draft is not None else ([], [])
-        return TokenTree((s.output[-1], *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs))
+        return chain_tree(s.output[-1], tokens, logprobs)
 
     def observe(self, round_result: RoundResult) -> None:
         """Passes the target's result on. The small model's KV is dropped from the first rejected token on."""

@@ -158,27 +158,22 @@ def _run_advice(folder: Path) -> str:
 
 
 def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
-    """Reads a draft folder. ``kind``: the expected kind; None: any.
+    """Reads a draft folder, with tensors on the CPU; packed matrices of our layout become float32.
+    ``kind``: the expected kind; None: any.
 
-    Raises CheckpointError if the folder cannot be read, lacks weights, or holds another kind of draft.
+    Raises CheckpointError if the folder cannot be read, lacks weights, has damaged weights or a number outside its
+    range, or holds another kind of draft.
     """
     config = read_config(folder)
     actual_kind = _kind(config, folder)
     if kind not in (None, actual_kind):
         raise CheckpointError(f"{folder} holds a draft for {actual_kind or 'another method'}, not for {kind}.")
-    tensors = read_tensors(config, folder)
-    config.pop("drafter", None)
-    return DraftFolder(actual_kind, config, tensors, dict(config.pop("target", None) or {}))
-
-
-def read_tensors(config: Mapping[str, Any], folder: Path | str) -> dict[str, torch.Tensor]:
-    """Reads a folder's tensors by name, on the CPU; packed matrices of our layout become float32.
-
-    Raises CheckpointError if weights are missing or damaged, or a number in ``config`` is outside its range.
-    """
     tensors = tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
-    return packing.unpack(tensors, folder) if "longdraft_format" in config else tensors
+    if "longdraft_format" in config:
+        tensors = packing.unpack(tensors, folder)
+    config.pop("drafter", None)
+    return DraftFolder(actual_kind, config, tensors, dict(config.pop("target", None) or {}))
 
 
 def read_shape(

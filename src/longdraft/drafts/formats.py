@@ -65,7 +65,6 @@ class PublishedDraft:
     config: dict[str, Any]  # the content of config.json
     sizes: dict[str, Any]  # the complete sizes of the draft's layers, as transformers names them
     tensors: dict[str, torch.Tensor]  # the draft's tensors by our names
-    is_speculators: bool  # True if the folder has the layout of `speculators`
 
     def nested(self, name: str) -> Mapping[str, Any]:
         """Returns a section of config.json; {} if there is none."""
@@ -151,7 +150,7 @@ def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[Draft
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
     renamed = draft_format.rename_tensors(tensors, folder)
-    published = PublishedDraft(kind, folder, config, sizes, renamed, is_speculators)
+    published = PublishedDraft(kind, folder, config, sizes, renamed)
     for pattern, part in _UNSUPPORTED_PARTS.items():
         if tensor_name := next((name for name in tensors if re.search(pattern, name)), None):
             raise CheckpointError(f"{folder} has {part} ({tensor_name}), which longdraft's drafts do not support.")

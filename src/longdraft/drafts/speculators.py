@@ -13,7 +13,7 @@ import torch
 
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import D2T, HF_NAMES
-from longdraft.drafts.eagle_draft import EagleDraft
+from longdraft.drafts.feature_draft import FeatureDraft
 from longdraft.drafts.formats import T2D
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.native.boundary import CPU_FLOAT32
@@ -23,7 +23,7 @@ _SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "
 
 
 def to_speculators(
-    draft: EagleDraft[Any], out: Path | str, verifier: str, architecture: str | None = None,
+    draft: FeatureDraft[Any], out: Path | str, verifier: str, architecture: str | None = None,
     max_position: int = 131_072, speculative_tokens: int = 5,
 ) -> list[str]:  # fmt: skip
     """Writes a draft to the folder ``out``, in the layout of `speculators`.
@@ -99,7 +99,7 @@ def to_speculators(
     return []
 
 
-def _tensors(draft: EagleDraft[Any], vocab_size: int) -> dict[str, torch.Tensor]:
+def _tensors(draft: FeatureDraft[Any], vocab_size: int) -> dict[str, torch.Tensor]:
     """Returns the draft's tensors by the layout's names. ``vocab_size``: size of the target's vocabulary."""
     dtype = draft.weights["norm.weight"].dtype  # the dtype that packed matrices had before
     tensors = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf  # ``Sequence`` is the engine's class
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longdraft.engine.round_result import RoundResult
@@ -14,11 +16,43 @@ from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.view import View
 
 
+@dataclass(frozen=True)
+class DraftNeeds:
+    """What a drafter reads of its target.
+
+    Attributes:
+        feature_layers: layers whose output hidden states the drafter reads from the store's ``features``.
+        query_layers: layers whose queries each :class:`RoundResult` contains.
+        num_prompt_queries: number of tokens at the prompt's end whose queries the result of the prefill contains.
+        views: the views of the drafter's sparse KV caches.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    query_layers: tuple[int, ...] = ()
+    num_prompt_queries: int = 1
+    views: tuple[View, ...] = ()
+
+
+@dataclass(frozen=True)
+class SelfDraftCost:
+    """What a planner assumes of a draft that is the target on a part of its KV, before the first draft.
+
+    Attributes:
+        kv_tokens_read: (number of tokens of the context) -> number of KV entries that a draft forward reads.
+        forward_ratio: seconds of a draft forward / seconds of a target forward; below 1 if the weights are quantized.
+        prior_acceptance: acceptance probability of a draft token; 0: unknown.
+    """
+
+    kv_tokens_read: Callable[[int], float]
+    forward_ratio: float = 1.0
+    prior_acceptance: float = 0.0
+
+
 class Drafter(ABC):
     """Proposes token trees for all active sequences at once, so that a draft model can batch.
 
-    A drafter works in ``bind``, ``propose``, ``observe`` and ``release``. The other members say what drafting costs,
-    and what the drafter reads of the target. A drafter affects the speed of decoding, never the output.
+    A subclass defines ``propose`` and ``max_nodes``. It may read the target (``needs``), and keep a state (``bind``,
+    ``observe``, ``release``). A drafter affects the speed of decoding, never the output.
     """
 
     max_nodes: int
@@ -30,19 +64,14 @@ class Drafter(ABC):
     forwards: int = 0
     """Number of draft forwards so far; stays 0 if drafting costs almost no time."""
 
-    prior_acceptance: float = 0.0
-    """The acceptance probability that a planner assumes before the first draft, if :meth:`kv_tokens_read` is known."""
-
-    forward_cost_ratio: float = 1.0
-    """Seconds of a draft forward / seconds of a target forward; below 1 if the draft's weights are quantized."""
-
-    num_prompt_queries: int = 1
-    """The result of the prefill contains the queries of this many tokens at the end of the prompt."""
-
     @property
-    def views(self) -> tuple[View, ...]:
-        """The views of the drafter's sparse KV caches, known after :meth:`bind`; empty without a sparse KV cache."""
-        return ()
+    def self_draft_cost(self) -> SelfDraftCost | None:
+        """The cost of a draft forward, known after :meth:`bind`; None if the draft is not the target itself."""
+        return None
+
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns what the drafter reads of the target. Called before :meth:`bind` and after it; views may change."""
+        return DraftNeeds()
 
     def use_planner(self) -> None:  # noqa: B027
         """Called before :meth:`bind` if a planner sizes the trees. Each :meth:`propose` then gets a limit."""
@@ -51,19 +80,6 @@ class Drafter(ABC):
         """Called before :meth:`bind` if the target verifies branches slowly. The drafter then proposes chains, unless
         the user chose another tree shape. Returns True if all trees are chains from now on."""
         return False
-
-    def kv_tokens_read(self, context_len: int) -> float | None:
-        """Returns the number of target KV entries that a draft forward reads in a context of ``context_len`` tokens;
-        None if the draft is a second model, which reads its own KV."""
-        return None
-
-    def feature_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the target layers whose output hidden states the drafter reads from the store's ``features``."""
-        return ()
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the target layers whose queries the drafter needs in each :class:`RoundResult`."""
-        return ()
 
     def needs_queries(self, sequences: list[Sequence]) -> bool:
         """Returns True if the drafter needs queries in the next result of any of ``sequences``."""

@@ -256,7 +256,7 @@ class Engine:
         min_capacity = min(3 * self._capacity // 2, runner.context_length) if self._open_count >= 0 else self._capacity
         capacity = max([min_capacity, *(s.max_length for s in self._waiting)])
         num_scratch = max_nodes + self.verifier.num_extra_entries(max_nodes)
-        feature_layers = self.drafter.feature_layers(runner) or self.cache.feature_layers
+        feature_layers = self.drafter.needs(runner).feature_layers or self.cache.feature_layers
         new_store = partial(runner.new_store, feature_layers=feature_layers)
         num_entries, slots = capacity + num_scratch, self.slots
         while True:
@@ -264,13 +264,14 @@ class Engine:
                 store = self.cache.open(
                     new_store, slots, num_entries, feature_layers, runner.store_compat_key, self._fingerprint
                 )
-                self._store, self._query_layers = store, self.drafter.query_layers(runner)
                 self.drafter.bind(runner, store)
+                needs = self.drafter.needs(runner)
+                self._store, self._query_layers = store, needs.query_layers
                 self.verifier.bind(runner, store, max_nodes, self._query_layers)
                 reuses = self._reuses_outputs
                 self._prefiller = Prefiller(runner, self.drafter, self.cache, store, self.chunk_size, reuses)
                 if runner.tp_rank is not None:
-                    runner.tp_rank.check_views(bool(self.drafter.views or self.verifier.views or self._query_layers))
+                    runner.tp_rank.check_views(bool(needs.views or self.verifier.views or needs.query_layers))
                 break
             except MemoryBudgetError:
                 if slots == 1 or self._reuses_outputs:  # a user's cache is not replaced

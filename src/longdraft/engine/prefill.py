@@ -49,7 +49,7 @@ class Prefiller:
     ) -> None:
         self._runner, self._drafter = runner, drafter
         self._cache, self._store, self._reuses_outputs = cache, store, reuses_outputs
-        self._query_layers = drafter.query_layers(runner)
+        self._needs = drafter.needs(runner)
         # A user's hooks get the whole prompt in one forward, as in the model's own generate.
         self._in_one_chunk = bool(user_code_in(runner.model))
         self.chunk_size = runner.context_length if self._in_one_chunk else chunk_size
@@ -87,7 +87,7 @@ class Prefiller:
         alignment = 1 if self._reuses_outputs else self.chunk_size
         if s.sampler.prompt_logits_reader is not None or not s.reuse or self._in_one_chunk:
             alignment = len(s.prompt)  # reuses nothing: the last token never counts, and shorter prefixes do not align
-        self._queries[s.index] = {layer: [] for layer in self._query_layers}
+        self._queries[s.index] = {layer: [] for layer in self._needs.query_layers}
         return self._cache.reuse_prefix(s.slot, s.prompt, alignment, self._runner.rope_regime(len(s.prompt)))
 
     def _prefill_chunk(self, s: Sequence, start: int) -> tuple[int, ...]:
@@ -96,9 +96,9 @@ class Prefiller:
 
         Chunks end at multiples of :attr:`chunk_size` with any drafter and batch, so equal prompts get equal bits.
         """
-        store, num_queries, prompt_len = self._store, self._drafter.num_prompt_queries, len(s.prompt)
+        store, num_queries, prompt_len = self._store, self._needs.num_prompt_queries, len(s.prompt)
         end = min(prompt_len, (start // self.chunk_size + 1) * self.chunk_size)
-        taps = Taps(queries=self._query_layers) if end > prompt_len - num_queries else NO_TAPS
+        taps = Taps(queries=self._needs.query_layers) if end > prompt_len - num_queries else NO_TAPS
         batch = store.make_forward_batch([s.slot], [s.prompt[start:end]], is_prefill=True, prompt_len=prompt_len)
         logits_reader = s.sampler.prompt_logits_reader
         logits: Literal["all", "last", "none"] = "all" if logits_reader else "last" if end == prompt_len else "none"

@@ -99,6 +99,11 @@ class Sequence:
         """Number of tokens that may still be emitted."""
         return self.max_new_tokens - len(self.output)
 
+    @property
+    def max_draft_depth(self) -> int:
+        """Maximum depth of a useful draft tree: an accepted path of depth k emits k + 1 tokens."""
+        return self.remaining - 1
+
     def input_ids(self) -> torch.Tensor:
         """Returns the token ids (n,) that processors read: ``processor_prompt`` or ``prompt``, then ``output``."""
         end = self._processor_prompt_len + len(self.output)

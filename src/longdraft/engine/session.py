@@ -116,7 +116,7 @@ class Session:
     @property
     def views(self) -> tuple[View, ...]:
         """The views of the drafter's KV caches, then of partial verification; known after the first step."""
-        return self._engine.drafter.views + self._engine.verifier.views
+        return self._engine.drafter.needs(self._engine.runner).views + self._engine.verifier.views
 
     def abort(self, number: int) -> None:
         """Cancels a request that has not ended; its finish reason is "cancelled"."""

@@ -7,7 +7,7 @@ every sequence, so one n is chosen for all sequences.
 
 A lookup costs next to nothing, so it proposes in every round. A draft model costs forwards. The planner runs the draft
 model if its recently added tokens, those that the lookup had not proposed, were worth the time of drafting
-(:class:`~longdraft.planning.acceptance_model.DraftGain`). At first a draft model is assumed to gain a little, so a bad
+(:class:`~longdraft.planning.acceptance.DraftGain`). At first a draft model is assumed to gain a little, so a bad
 draft model is given up after two or three rounds. Evidence decays, so the draft model is tried again later. Times are
 in plain steps: a plain step is a decoding step without a draft.
 
@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.planning.acceptance_model import AcceptanceModel, DraftGain, PriorDraftGain
+from longdraft.planning.acceptance import AcceptanceModel, DraftGain, PriorDraftGain
 from longdraft.planning.costs import OUTLIER_FACTOR, CostModel, CostTable
 from longdraft.trees.tree import NodeLimit, TokenTree
 
@@ -150,14 +150,14 @@ class Plan:
         """Estimates the gain of self-drafting before the first use: the draft model is the target on a part of the KV,
         so the cost table gives the time of a draft forward."""
         planner, drafter = self._planner, self._drafter
-        kv_read = [None if drafter is None else drafter.kv_tokens_read(kv_len) for kv_len in self._kv_lens]
-        if drafter is not None and None not in kv_read:
-            seconds = self._costs.forward_seconds(1, [max(1, round(n or 0)) for n in kv_read])
-            planner.forward_steps = drafter.forward_cost_ratio * seconds / self._plain_seconds
+        cost = None if drafter is None else drafter.self_draft_cost
+        if cost is not None:
+            kv_read = [max(1, round(cost.kv_tokens_read(kv_len))) for kv_len in self._kv_lens]
+            planner.forward_steps = cost.forward_ratio * self._costs.forward_seconds(1, kv_read) / self._plain_seconds
             planner.prior_gain.extra_steps = planner.forward_steps
-            if drafter.prior_acceptance:
+            if cost.prior_acceptance:
                 steps_per_token = len(kv_read) * planner.forward_steps + self._token_steps()
-                planner.prior_gain.assume_best_chain(drafter.prior_acceptance, steps_per_token)
+                planner.prior_gain.assume_best_chain(cost.prior_acceptance, steps_per_token)
 
     def _select_sequences(self, sequences: list[Sequence], lookup_trees: list[TokenTree]) -> list[Sequence]:
         """Returns the sequences for which the draft model is worth running, given the trees that lookups proposed."""

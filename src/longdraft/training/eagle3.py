@@ -31,6 +31,7 @@ import torch
 from longdraft.drafters import onepass
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
 from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
+from longdraft.drafters.shared.draft_block import DraftBlock
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA, default_feature_layers, scale_rope
 from longdraft.errors import CheckpointError, ConfigError
@@ -63,7 +64,7 @@ class Eagle3Trainer(DraftTrainer):
             less. P-EAGLE (arXiv:2602.01469) drops positions in the same way.
     """
 
-    block: Eagle3Block
+    block: Any  # an Eagle3Block, or another block that a subclass trains
     label_shift = 2
     needs_target_argmax = True
     window_slides = True
@@ -71,7 +72,7 @@ class Eagle3Trainer(DraftTrainer):
     ttt_steps, retain = 1, 1.0
 
     def __init__(
-        self, block: Eagle3Block, parts: SharedParts, rotary: RotaryEmbedding, draft_to_target: torch.Tensor | None,
+        self, block: DraftBlock, parts: SharedParts, rotary: RotaryEmbedding, draft_to_target: torch.Tensor | None,
         config: RunConfig, window: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(block, parts, draft_to_target, config)

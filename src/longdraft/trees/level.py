@@ -55,10 +55,9 @@ class TreeLevel:
 
 # Replaces a NaN log-probability: lower than any real one, but finite, so that sums can be compared.
 _NAN_LOGPROB = -1e9
-# level -> the draft's logits (B, W, draft vocabulary) for the children of the level's nodes.
-DraftLogits = Callable[[TreeLevel], torch.Tensor]
-# (level, k) -> log-probabilities and draft ids (B, W, k) of the k likeliest children of each node, sorted.
-DraftTopk = Callable[[TreeLevel, int], tuple[torch.Tensor, torch.Tensor]]
+# (level, k) -> log-probabilities and draft ids (B, W, k) of the k likeliest children of each node, sorted. With k = 0,
+# the logits (B, W, draft vocabulary) of all children alone.
+LogitsOrTopk = Callable[[TreeLevel, int], tuple[torch.Tensor, ...]]
 # (level, draft's log-probabilities (B, W, K) of children, their target ids (B, W, K)) -> the log-probabilities with
 # which the target will sample these children, as the target's Gumbel noise is known.
 CoupledLogprobs = Callable[[TreeLevel, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -67,36 +66,51 @@ Calibrate = Callable[[TreeLevel, torch.Tensor], torch.Tensor]
 COUPLED_TOP_K = 64  # minimum K of ``CoupledLogprobs``: noise may make any of the 64 likeliest tokens the best
 
 
-def expand_level(
-    level: TreeLevel,
-    k: int,
-    draft_topk: DraftTopk,
-    draft_to_target_ids: torch.Tensor | None = None,
-    coupled_logprobs: CoupledLogprobs | None = None,
-    calibrate: Calibrate | None = None,
-) -> TreeLevel:
-    """Returns the level of the ``k`` most probable children of each node. Its ``parents`` are indices into ``level``.
-    For the other arguments see :meth:`longdraft.trees.tree_config.TreeConfig.grow`."""
-    logprobs, tokens = draft_topk(level, k if coupled_logprobs is None else max(k, COUPLED_TOP_K))
-    tokens = tokens if draft_to_target_ids is None else draft_to_target_ids[tokens]
-    if coupled_logprobs is not None:
-        logprobs = coupled_logprobs(level, logprobs, tokens).nan_to_num(nan=_NAN_LOGPROB)
-        logprobs, indices = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
-        tokens = tokens.gather(-1, indices)
-    logprobs = logprobs if calibrate is None else calibrate(level, logprobs)
-    # The best nodes must contain their parents. The clamp ensures that rounding makes no path likelier than the path to
-    # the parent. A draft whose numbers overflowed to NaN may propose badly, but must not break the comparisons.
-    logprobs = logprobs.nan_to_num(nan=_NAN_LOGPROB).clamp(max=0.0)
-    path_logprobs = (level.path_logprobs[..., None] + logprobs).flatten(1)
-    parents = _repeated_indices(tokens.shape[1], tokens.shape[2], tokens.device).expand_as(path_logprobs)
-    tokens, logprobs = tokens.flatten(1), logprobs.flatten(1)
-    return TreeLevel(level.sequence_indices, level.depth + 1, tokens, parents, logprobs, path_logprobs)
+@dataclass(frozen=True)
+class LevelExpander:
+    """Drafts the children of a level's nodes in one round.
+
+    Attributes:
+        logits_or_topk: runs the draft on the roots, then on the expanded nodes of each level but the last.
+        device: device of the draft's logits.
+        draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
+        coupled_logprobs: replaces the draft's log-probabilities if the target's sampling noise is known in advance.
+        calibrate: corrects the log-probabilities by how often drafts were accepted.
+    """
+
+    logits_or_topk: LogitsOrTopk
+    device: torch.device | str = "cpu"
+    draft_to_target_ids: torch.Tensor | None = None
+    coupled_logprobs: CoupledLogprobs | None = None
+    calibrate: Calibrate | None = None
+
+    def expand(self, level: TreeLevel, k: int) -> TreeLevel:
+        """Returns the level of each node's ``k`` most probable children. Its ``parents`` are indices into ``level``."""
+        logprobs, tokens = self.logits_or_topk(level, k if self.coupled_logprobs is None else max(k, COUPLED_TOP_K))
+        tokens = tokens if self.draft_to_target_ids is None else self.draft_to_target_ids[tokens]
+        if self.coupled_logprobs is not None:
+            logprobs = self.coupled_logprobs(level, logprobs, tokens).nan_to_num(nan=_NAN_LOGPROB)
+            logprobs, indices = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
+            tokens = tokens.gather(-1, indices)
+        logprobs = logprobs if self.calibrate is None else self.calibrate(level, logprobs)
+        # The best nodes must contain their parents. The clamp ensures that rounding makes no path likelier than the
+        # path to the parent. A draft that overflowed to NaN may propose badly, but must not break the comparisons.
+        logprobs = logprobs.nan_to_num(nan=_NAN_LOGPROB).clamp(max=0.0)
+        path_logprobs = (level.path_logprobs[..., None] + logprobs).flatten(1)
+        parents = _repeated_indices(tokens.shape[1], tokens.shape[2], tokens.device).expand_as(path_logprobs)
+        tokens, logprobs = tokens.flatten(1), logprobs.flatten(1)
+        return TreeLevel(level.sequence_indices, level.depth + 1, tokens, parents, logprobs, path_logprobs)
 
 
 def topk_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log-probabilities and ids (..., k) of the ``k`` largest logits (..., vocabulary), sorted."""
     values, ids = (logits := logits.float()).topk(min(k, logits.shape[-1]), dim=-1)
     return values - logits.logsumexp(-1, keepdim=True), ids
+
+
+def logits_or_topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """Returns the result of a :data:`LogitsOrTopk`, from all logits (..., draft vocabulary)."""
+    return topk_logprobs(logits, k) if k else (logits,)
 
 
 def root_level(roots: Sequence[int], device: torch.device | str) -> TreeLevel:

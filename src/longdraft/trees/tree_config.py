@@ -14,24 +14,14 @@ verified. They form a tree, because path log-probabilities fall from parent to c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
 import torch
 
 from longdraft.attention.transfer import AsyncHostCopy
-from longdraft.trees.level import (
-    Calibrate,
-    CoupledLogprobs,
-    DraftLogits,
-    DraftTopk,
-    TreeLevel,
-    expand_level,
-    root_level,
-    to_trees,
-    topk_logprobs,
-)
+from longdraft.trees.level import LevelExpander, TreeLevel, root_level, to_trees
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 BEAM = (4, 16, 16, 16, 16)  # LongSpec, appendix E: nodes of each level
@@ -114,56 +104,38 @@ class TreeConfig:
         return opt(nodes, self.depth, limit.min_expected_gain, self.top_k if self.name == "opt" else OPT_TOP_K)
 
     def grow(
-        self,
-        roots: Sequence[int],
-        draft_logits: DraftLogits,
-        max_depths: Sequence[int] | None = None,
-        draft_to_target_ids: torch.Tensor | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        draft_topk: DraftTopk | None = None,
-        coupled_logprobs: CoupledLogprobs | None = None,
-        calibrate: Calibrate | None = None,
+        self, roots: Sequence[int], expander: LevelExpander, max_depths: Sequence[int] | None = None
     ) -> list[TokenTree]:
         """Grows a tree for each sequence of a batch. No tree depends on the other sequences.
 
         Args:
             roots: token id of each root.
-            draft_logits: runs the draft on the roots, then on the expanded nodes of each level but the last.
+            expander: drafts the children of the roots, then of the expanded nodes of each level but the last.
             max_depths: maximum number of levels of each sequence's tree, 0 for a root alone; None: ``depth``.
-            draft_to_target_ids: (draft vocabulary,) target id of each draft id; None: both vocabularies are the same.
-            device: device of the draft's logits.
-            draft_topk: used in place of ``draft_logits`` for a draft that finds the top k without computing all logits.
-            coupled_logprobs: replaces the draft's log-probabilities if the target's sampling noise is known in advance.
-            calibrate: corrects the log-probabilities by how often drafts were accepted.
         """
         depth_limit = min(self.depth, self.max_nodes)  # a deeper path has more nodes than may be verified
         depths = [depth_limit] * len(roots) if max_depths is None else [min(depth_limit, n) for n in max_depths]
-        topk = draft_topk or (lambda level, k: topk_logprobs(draft_logits(level), k))
-        expanded, levels = root_level(roots, device), list[TreeLevel]()
+        expanded, levels = root_level(roots, expander.device), list[TreeLevel]()
         # (B, W) index of each expanded node in its level; None: all nodes of the level are expanded.
         expanded_indices: torch.Tensor | None = None
         stop_rule = None if self.threshold is None else _StopRule(self, self.threshold, expanded)
         growing = [i for i in expanded.sequence_indices if depths[i]]  # sequences whose trees get another level
         while growing:
-            index_select, k = expanded.index_select, self.branching[len(levels)]
-            level = expand_level(expanded.select(growing), k, topk, draft_to_target_ids, coupled_logprobs, calibrate)
+            k = self.branching[len(levels)]
+            level = expander.expand(expanded.select(growing), k)
             if self.prune_levels:
                 level, _ = level.topk(k)
             # Converts ``parents`` from indices into the expanded nodes to indices into all nodes of the level above.
-            selected = None if expanded_indices is None else index_select(growing, expanded_indices)
+            selected = None if expanded_indices is None else expanded.index_select(growing, expanded_indices)
             levels.append(level if selected is None else replace(level, parents=selected.gather(1, level.parents)))
             growing, num_expanded = [i for i in growing if depths[i] > level.depth], self.top_k
             if self.min_expected_gain > 0 and growing:
                 logprobs = dict(zip(level.sequence_indices, level.path_logprobs[:, 0].tolist(), strict=True))
                 growing = [i for i in growing if logprobs[i] > log(self.min_expected_gain)]
             elif stop_rule is not None and growing:
-                growing, num_expanded = stop_rule.update(level, index_select, growing)
+                growing, num_expanded = stop_rule.update(level, growing)
             expanded, expanded_indices = (level, None) if num_expanded is None else level.topk(num_expanded)
         return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
-
-
-IndexSelect = Callable[[Sequence[int], torch.Tensor], torch.Tensor]  # see :meth:`TreeLevel.index_select`
 
 
 class _StopRule:
@@ -180,16 +152,19 @@ class _StopRule:
 
     def __init__(self, config: TreeConfig, threshold: float, roots: TreeLevel) -> None:
         self._max_nodes, self._top_k, self._threshold = config.max_nodes, config.top_k or config.max_nodes, threshold
+        self._last_level = roots
         self._best_logprobs = roots.path_logprobs[:, :0]  # (B, up to N) of the best nodes, sorted; none so far
         self._expected_lengths = [0.0] * len(roots.sequence_indices)
         self._is_delayed = roots.path_logprobs.device.type != "cpu"
         self._pending: tuple[Sequence[int], AsyncHostCopy] | None = None
 
-    def update(self, level: TreeLevel, index_select: IndexSelect, growing: list[int]) -> tuple[list[int], int]:
+    def update(self, level: TreeLevel, growing: list[int]) -> tuple[list[int], int]:
         """Adds a level. Returns the sequences that get another level, and the number of nodes to expand.
-        ``index_select``: method of the level before. ``growing``: the sequences that may get another level."""
-        candidates = torch.cat([index_select(level.sequence_indices, self._best_logprobs), level.path_logprobs], dim=1)
-        self._best_logprobs = best = candidates.topk(min(self._max_nodes, candidates.shape[1]), dim=-1).values
+        ``growing``: the sequences that may get another level."""
+        earlier_best = self._last_level.index_select(level.sequence_indices, self._best_logprobs)
+        candidates = torch.cat([earlier_best, level.path_logprobs], dim=1)
+        best = candidates.topk(min(self._max_nodes, candidates.shape[1]), dim=-1).values
+        self._last_level, self._best_logprobs = level, best
         # With fewer than N nodes so far, all nodes are promising.
         is_promising = level.path_logprobs > (best[:, -1:] if best.shape[1] == self._max_nodes else float("-inf"))
         result = level.sequence_indices, AsyncHostCopy(torch.stack([best.exp().sum(1), is_promising.float().sum(1)]))

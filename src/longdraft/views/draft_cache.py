@@ -122,8 +122,8 @@ class RepositionedKVCache(DraftCache):
         retrieval: selects the entries.
         rotate: applies RoPE to keys.
         unrotate: removes RoPE from keys.
-        chunk_size: most prompt tokens of one forward, which attends to sink, window and the chunk.
-        prefill_capacity: number of entries of ``store`` that prefill may use.
+        prefill_capacity: number of entries of ``store`` that prefill may use. Half of the space after the sink holds a
+            prefill chunk, the other half the tokens just before the chunk.
     """
 
     def __init__(
@@ -134,15 +134,14 @@ class RepositionedKVCache(DraftCache):
         retrieval: Retrieval,
         rotate: RotateFunction,
         unrotate: RotateFunction,
-        chunk_size: int = PREFILL_CHUNK,
-        prefill_capacity: int = 0,
+        prefill_capacity: int,
     ) -> None:
         super().__init__(store, scratch)
         self.full_store, self.retrieval, self.max_new_entries = full_store, retrieval, retrieval.view.max_new
         self._rotate, self._unrotate = rotate, unrotate
-        self._chunk_size, self._prefill_capacity = chunk_size, prefill_capacity
-        sink = retrieval.view.sink
-        prefill_window = max(1, prefill_capacity - sink - chunk_size)
+        sink, self._prefill_capacity = retrieval.view.sink, prefill_capacity
+        self._chunk_size = max(1, min(PREFILL_CHUNK, (prefill_capacity - sink) // 2))
+        prefill_window = max(1, prefill_capacity - sink - self._chunk_size)
         self._prefill_retrieval = Retrieval(View("streaming", 0, sink, prefill_window, shared_by_heads=True))
         self._num_gathered = [0] * store.slots  # number of entries of ``store`` that ``full_store`` has too
         # For each slot, the selection_version of the gathered entries; None: the entries are not from ``retrieval``.

@@ -17,6 +17,7 @@ from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.trees.level import LevelExpander
 from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 
@@ -36,7 +37,7 @@ class BlockDrafter(RetrievalDrafter):
     """
 
     token_shift: ClassVar[int] = 0
-    round_type: ClassVar[type[DraftRound]] = DraftRound
+    round_type: type[DraftRound] = DraftRound
     """The class that drafts the trees of one round."""
     is_capturable: bool = True
     """True: CUDA graphs may capture forwards. False: the input data decides which operations a forward runs."""
@@ -59,16 +60,13 @@ class BlockDrafter(RetrievalDrafter):
         return None if features is None else features[slot, start:end]
 
     def block_inputs(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor | None, ...]:
-        """Returns embeddings x, features g or None (T, hidden), cos and sin (T, d) at next positions [start, end)."""
-        x = self.bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
+        """Returns embeddings x, features g (T, hidden) or None, cos and sin (T, d) at next positions [start, end)."""
+        bound, x = self.bound, None
+        if bound.block.reads_tokens:
+            x = bound.embedding(to_device(self.input_tokens(sequence, start, end), self.runner.device))
         features = self.target_features(sequence.slot, start, end)
-        g = None if features is None else self.bound.block.project_features(features)
-        return x, g, *self.bound.rotary(self.cache.positions_for_append(sequence.slot, end - start))
-
-    def keys_values(self, sequence: Sequence, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values (layers, KV heads, T, d) at the next positions [start, end)."""
-        k, v = self.bound.block.keys_values(*self.block_inputs(sequence, start, end))
-        return k[None], v[None]  # one layer
+        g = None if features is None else bound.block.project_features(features)
+        return x, g, *bound.rotary(self.cache.positions_for_append(sequence.slot, end - start))
 
     @torch.inference_mode()
     def observe(self, round_result: RoundResult) -> None:
@@ -80,9 +78,11 @@ class BlockDrafter(RetrievalDrafter):
 
     @torch.inference_mode()
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
+        if limit is not None:  # the planner assumes a draft forward for each level
+            limit = replace(limit, min_expected_gain=self.round_type.level_cost * limit.min_expected_gain)
         draft_round = self.round_type(self, sequences, self.tree.fit(limit).depth)
-        ids, device = self.bound.draft_to_target_ids, self.runner.device
-        return self.grow(sequences, draft_round.draft_logits, ids, device, limit, draft_round.draft_topk)
+        expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, self.bound.draft_to_target_ids)
+        return self.grow(sequences, expander, limit)
 
     def num_input_tokens(self, sequence: Sequence) -> int:
         """Returns the number of positions of a sequence whose input tokens are known."""
@@ -113,7 +113,8 @@ class BlockDrafter(RetrievalDrafter):
 
     def prefill_chunk(self, sequence: Sequence, start: int, end: int) -> None:
         """Computes keys and values of a chunk of the context, and writes them to the cache."""
-        self.cache.append(sequence.slot, *self.keys_values(sequence, start, end))
+        keys, values = self.bound.block.keys_values(*self.block_inputs(sequence, start, end))
+        self.cache.append(sequence.slot, keys, values)
 
     def target_kv(self, slots: SequenceOf[int]) -> TargetKV | None:
         """Returns the target's keys and values for cross-attention; None if the block has no cross-attention."""

@@ -146,12 +146,13 @@ class DraftBlock(nn.Module):
     shape: Any
     norm: nn.Module
     has_fused_kernel = False  # True if our CPU kernels can compute the block
+    reads_tokens = True  # False if keys and values of the context depend on the target's hidden states alone
     later_layers: tuple[DraftLayer, ...] = ()  # the layers after the first
 
     @property
-    @abstractmethod
     def first_layer(self) -> DraftLayer:
         """The first layer, usually the only one."""
+        raise NotImplementedError
 
     @abstractmethod
     def combine_inputs(self, x: torch.Tensor, g: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,8 +169,9 @@ class DraftBlock(nn.Module):
     def keys_values(
         self, x: torch.Tensor, g: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys after RoPE and values (Hkv, T, d). The prefill of a one-layer draft computes nothing else."""
-        return self.first_layer.self_attn.keys_values(self.combine_inputs(x, g)[0], cos, sin)
+        """Returns keys after RoPE and values (1, Hkv, T, d). The prefill of a one-layer draft computes nothing else."""
+        k, v = self.first_layer.self_attn.keys_values(self.combine_inputs(x, g)[0], cos, sin)
+        return k[None], v[None]
 
     def forward(
         self,
@@ -209,21 +211,20 @@ class DraftBlock(nn.Module):
         """Converts outputs (T, hidden) to logits (T, vocabulary)."""
         return self.head(self.norm(out))
 
+    def initialize(self, seed: int = 0, std: float = 0.02) -> None:
+        """Draws normal weights. Sets norms to 1, biases and output projections to 0: layers start as the identity."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0)
+                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()
+                else:
+                    parameter.copy_(torch.empty(parameter.shape, **CPU_FLOAT32).normal_(0.0, std, generator=generator))
+
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Applies RoPE in the half-split convention. ``x``: (heads, T, d). ``cos``, ``sin``: (T, d), of any dtype."""
     first_half, second_half = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second_half, first_half), dim=-1) * sin.to(x.dtype)
-
-
-def initialize(module: nn.Module, seed: int, std: float) -> None:
-    """Draws normal weights, and sets norms to 1, biases and output projections to 0: a layer starts as the identity."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-            else:
-                parameter.copy_(torch.empty(parameter.shape, **CPU_FLOAT32).normal_(0.0, std, generator=generator))

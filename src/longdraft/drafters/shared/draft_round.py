@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from longdraft.model.gpu.cuda_graphs import padded_batch_size
 from longdraft.model.runner import TargetRunner
 from longdraft.model.skinny_gemm import patch_linears
 from longdraft.native.quantized_matrix import QuantizedMatrix
-from longdraft.trees.level import TreeLevel, topk_logprobs
+from longdraft.trees.level import TreeLevel, logits_or_topk
 from longdraft.trees.masks import AncestorMask
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def _run_block(
     inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_tensors], args[num_tensors:]
     cross_attend = None if cross is None else partial(cross, *cross_tensors)
     out = bound.block(*bound.block_inputs(uses_target_features, *inputs), attend_fns, output_rows, cross_attend)
-    logits = bound.block.logits(out)
-    return bound.block.next_features(out), *(topk_logprobs(logits, top_k) if top_k else (logits,))
+    return bound.block.next_features(out), *logits_or_topk(bound.block.logits(out), top_k)
 
 
 def _cross_attend(
@@ -129,6 +128,9 @@ def _cross_attend(
 class DraftRound:
     """Drafts the trees of one round for the batch ``sequences``. A tree has at most ``depth`` levels."""
 
+    level_cost: ClassVar[float] = 1.0
+    """Cost of one more level, in forwards of the draft."""
+
     def __init__(self, drafter: BlockDrafter, sequences: list[Sequence], depth: int) -> None:
         self.sequences, self._drafter, self._depth = sequences, drafter, depth
         self._cache, self._bound = drafter.cache, drafter.bound
@@ -142,23 +144,13 @@ class DraftRound:
         self._root_level: TreeLevel | None = None
         self._next_rotary: tuple[torch.Tensor, ...] = ()
 
-    def draft_logits(self, level: TreeLevel) -> torch.Tensor:
-        """Returns logits (B, W, draft vocabulary) for the children of each node."""
-        return self.logits_or_topk(level, 0)[0].view(*level.tokens.shape, -1)
-
-    def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities and draft ids (B, W, k) of the likeliest children of each node."""
-        logprobs, ids = (x.view(*level.tokens.shape, -1) for x in self.logits_or_topk(level, k))
-        return logprobs, ids
-
     def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
-        """Feeds a level to the draft. Returns logits (B * W, draft vocabulary) for the children of each node if
-        ``top_k`` is 0, else log-probabilities and draft ids (B * W, top_k) of the likeliest children."""
+        """Feeds a level to the draft; see :data:`~longdraft.trees.level.LogitsOrTopk`."""
         self._drafter.forwards += 1
         batch, inputs = self.node_inputs(level) if level.depth else self.root_inputs(level)
         features, *result = self.forward(batch, inputs, top_k, uses_target_features=not level.depth)
         self._last_level, self._last_features = level, features.view(*level.tokens.shape, -1)
-        return tuple(result)
+        return tuple(x.view(*level.tokens.shape, -1) for x in result)
 
     def root_inputs(self, level: TreeLevel) -> tuple[DraftBatch, Inputs]:
         """Reserves and commits cache entries for each sequence's new tokens, the root last. Returns the batch and the
@@ -233,8 +225,9 @@ class DraftRound:
     def forward(
         self, batch: DraftBatch, inputs: Inputs, top_k: int, uses_target_features: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Runs the draft. Returns features (B * T, hidden) for the children of the output tokens, then logits or top k
-        as :meth:`logits_or_topk`. ``uses_target_features``: if ``inputs`` has features, they are the target's."""
+        """Runs the draft. Returns features (B * T, hidden) for the children of the output tokens, then their logits
+        (B * T, draft vocabulary) if ``top_k`` is 0, else log-probabilities and draft ids (B * T, top_k).
+        ``uses_target_features``: if ``inputs`` has features, they are the target's."""
         uses_target_features = uses_target_features and len(inputs) > 3  # only EAGLE's drafts have a fourth input
         if self._bound.fused_level is not None:
             block_inputs = self._bound.block_inputs(uses_target_features, *inputs)

@@ -10,7 +10,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.level import TreeLevel, topk_logprobs
+from longdraft.trees.level import TreeLevel, logits_or_topk
 from longdraft.trees.masks import AncestorMask
 
 
@@ -39,21 +39,14 @@ class LMDraftRound:
         """Returns the sequences that have nodes in a level."""
         return [self._sequences[i] for i in level.sequence_indices]
 
-    def draft_logits(self, level: TreeLevel) -> torch.Tensor:
-        """Returns logits (B, W, draft vocabulary) for the children of each node."""
-        return self._logits(self._forward_batch(level))
-
-    def draft_topk(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probabilities and draft ids (B, W, k) of the likeliest children of each node."""
+    def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
+        """Feeds a level to the draft; see :data:`~longdraft.trees.level.LogitsOrTopk`."""
         batch = self._forward_batch(level)
-        if self._fused_lm is None or not self._fused_lm.supports(self._store, level.tokens.numel()):
-            return topk_logprobs(self._logits(batch), k)
-        return self._fused_lm.topk(batch, self._store, k)
-
-    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        if top_k and self._fused_lm is not None and self._fused_lm.supports(self._store, level.tokens.numel()):
+            return self._fused_lm.topk(batch, self._store, top_k)
         out = self._runner.forward(batch, self._store, check_nan=False)
         assert out.logits is not None
-        return out.logits
+        return logits_or_topk(out.logits, top_k)
 
     def _forward_batch(self, level: TreeLevel) -> ForwardBatch:
         """Makes the batch of a level, and counts a forward. The level's KV is written after that of earlier levels."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
+from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
@@ -80,17 +81,12 @@ class RetrievalDrafter(TreeDrafter):
 
     retrieval: Retrieval | None = None
 
-    @property
-    def views(self) -> tuple[View, ...]:
-        return () if self.retrieval is None else (self.retrieval.view,)
-
-    @property
-    def num_prompt_queries(self) -> int:  # type: ignore[override]
-        return 1 if self.retrieval is None else max(1, self.retrieval.view.num_queries)
-
-    def query_layers(self, runner: TargetRunner) -> tuple[int, ...]:
-        """Returns the layer whose attention ranks the chunks."""
-        return () if self.retrieval is None else self.retrieval.scoring_layers(runner.kv_shape.layers)
+    def needs(self, runner: TargetRunner) -> DraftNeeds:
+        """Returns the layer whose attention ranks the chunks, and the view. Without retrieval, nothing is needed."""
+        if self.retrieval is None:
+            return DraftNeeds()
+        view, layers = self.retrieval.view, self.retrieval.scoring_layers(runner.kv_shape.layers)
+        return DraftNeeds(query_layers=layers, num_prompt_queries=max(1, view.num_queries), views=(view,))
 
     def update_retrieval(self, store: KVStore, round_result: RoundResult) -> None:
         """Passes a round's queries on to the retrieval."""

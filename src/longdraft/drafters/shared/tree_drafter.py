@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.level import Calibrate, DraftLogits, DraftTopk, TreeLevel
+from longdraft.trees.level import LevelExpander, TreeLevel
 from longdraft.trees.tree import NO_LIMIT, NodeLimit, TokenTree
 from longdraft.trees.tree_config import TreeConfig, chain
 
@@ -33,34 +34,16 @@ class TreeDrafter(Drafter):
         return self.tree.name == "chain"
 
     def grow(
-        self,
-        sequences: SequenceOf[Sequence],
-        draft_logits: DraftLogits,
-        draft_to_target_ids: torch.Tensor | None,
-        device: torch.device | str,
-        limit: NodeLimit | None,
-        draft_topk: DraftTopk | None = None,
-        calibrate: Calibrate | None = None,
+        self, sequences: SequenceOf[Sequence], expander: LevelExpander, limit: NodeLimit | None
     ) -> list[TokenTree]:
-        """Grows a tree for each sequence, rooted at its last token.
-        ``limit``: the planner's limit; None: no limit. For the other arguments see :meth:`TreeConfig.grow`."""
-        is_sampled = not sequences[0].greedy
+        """Grows a tree for each sequence, rooted at its last token. ``limit``: the planner's limit; None: no limit."""
 
         def coupled_logprobs(level: TreeLevel, logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             samplers = [sequences[i].sampler for i in level.sequence_indices]
             inputs = zip(samplers, logprobs, tokens, strict=True)
             return torch.stack([sampler.gumbel_coupled_logprobs(level.depth, x, ids) for sampler, x, ids in inputs])
 
-        return self.tree.fit(limit).grow(
-            [s.output[-1] for s in sequences],
-            draft_logits,
-            # An accepted path of depth k emits k + 1 tokens, so a deeper tree could exceed the length limit.
-            [s.remaining - 1 for s in sequences],
-            draft_to_target_ids,
-            device,
-            draft_topk=draft_topk,
-            calibrate=calibrate,
-            coupled_logprobs=coupled_logprobs
-            if is_sampled and all(s.sampler.is_noise_known for s in sequences)
-            else None,
-        )
+        if not sequences[0].greedy and all(s.sampler.is_noise_known for s in sequences):
+            expander = replace(expander, coupled_logprobs=coupled_logprobs)
+        roots, max_depths = [s.output[-1] for s in sequences], [s.max_draft_depth for s in sequences]
+        return self.tree.fit(limit).grow(roots, expander, max_depths)

@@ -165,8 +165,10 @@ class SpecExtend(TrainedProposer):
 
     def prepare(self, requests: list[TrackedRequest]) -> None:
         super().prepare(requests)
+        assert self.drafter.retrieval is not None
+        num_positions = max(1, self.drafter.retrieval.view.num_queries)
         for request in requests:
-            stop, num_positions = request.num_computed_tokens, self.drafter.num_prompt_queries
+            stop = request.num_computed_tokens
             queries = self._step_queries.read(self.runner, request.req_index, stop, num_positions)
             request.queries = {} if queries is None else {0: queries}  # the copied layer has index 0
 

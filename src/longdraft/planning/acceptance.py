@@ -1,14 +1,22 @@
-"""Bayesian estimates, with exponential decay, of a draft's acceptance and gain, for a planner.
+"""Estimates of acceptance, learned while decoding, with exponential decay of earlier evidence.
 
-:class:`AcceptanceModel` estimates the probability that a node is accepted, given the drafter's probability of the
-node's path (Beta posteriors). :class:`DraftGain` estimates how many tokens drafting adds to a round (a Gamma
-posterior), and how much time. Times are in plain steps: a plain step is a decoding step without a draft.
+* :class:`AcceptanceModel`, for a planner: the probability that a node is accepted, given the drafter's probability of
+  the node's path (Beta posteriors).
+* :class:`DraftGain`, for a planner: how many tokens drafting adds to a round (a Gamma posterior), and how much time.
+  Times are in plain steps: a plain step is a decoding step without a draft.
+* :class:`AcceptanceCalibrator`, of a self-drafter: the agreement of the target on a part of its KV with the target.
+* :class:`OnlinePlattScaler`, of a suffix lookup: corrects the frequencies of continuations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, log
+
+import torch
+
+from longdraft.trees.tree import TokenTree
 
 # Nodes are binned by path log-probability, in bins of half a nat. The last bin takes all lower values.
 _BIN_WIDTH, _NUM_BINS = 0.5, 12
@@ -108,3 +116,74 @@ class DraftGain:
         self._new_fractions *= DECAY
         self._extra_steps *= DECAY
         self._rounds *= DECAY
+
+
+class AcceptanceCalibrator:
+    """Calibrates the acceptance probabilities of self-drafting.
+
+    A trained draft's top-1 token is accepted about as often as its probability p says. The top-1 token of the target on
+    a part of its own KV is accepted more often: P(accepted) = a + (1 - a) p. The agreement rate a is the fraction of
+    tokens at which the missing KV changes nothing. It is learned by expectation maximisation: an accepted top-1 token
+    adds a / (a + (1 - a) p), the probability that the missing KV changed nothing, to a sum; a rejected token adds 0.
+
+    ``prior_rate``: the estimate before the first observation.
+    """
+
+    # Number of observations that the prior counts as; factor on earlier evidence at each observation.
+    PRIOR_WEIGHT, DECAY = 8.0, 0.98
+
+    def __init__(self, prior_rate: float) -> None:
+        self._prior = prior_rate
+        self._agreement_sum = self._num_observations = 0.0  # both decay
+
+    @property
+    def agreement_rate(self) -> float:
+        """The current estimate."""
+        return (self.PRIOR_WEIGHT * self._prior + self._agreement_sum) / (self.PRIOR_WEIGHT + self._num_observations)
+
+    def calibrate(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Converts a draft's log-probabilities (..., K) to those of acceptance. Index 0 must be the top-1 token."""
+        calibrated = torch.log1p(torch.full_like(logprobs, -self.agreement_rate)) + logprobs
+        calibrated[..., 0] = torch.log(self.agreement_rate + calibrated[..., 0].exp())
+        return calibrated
+
+    def observe(self, tree: TokenTree, emitted: Sequence[int]) -> None:
+        """Learns from a tree with calibrated log-probabilities, and from the tokens that followed the tree's root."""
+        node: int | None = 0
+        for token in emitted:
+            children = [i for i in range(tree.size) if tree.parents[i] == node]
+            if not children:
+                return
+            top1 = max(children, key=lambda i: tree.logprobs[i])
+            agreement, rate = 0.0, self.agreement_rate  # the top-1 token's calibrated probability is a + (1 - a) p
+            if tree.tokens[top1] == token:
+                agreement = rate / max(exp(tree.logprobs[top1]), rate, 1e-9)
+            self._agreement_sum = self.DECAY * self._agreement_sum + agreement
+            self._num_observations = self.DECAY * self._num_observations + 1.0
+            if (node := tree.child(node or 0, token)) is None:
+                return
+
+
+class OnlinePlattScaler:
+    """Calibrates probabilities by a linear function of the log-odds (Platt scaling), learned online.
+    Proposals that the target did not verify are learned from too, because their next token becomes known anyway."""
+
+    # Learning rate of the shift. The slope's rate is a tenth of this rate. Half or twice these rates did as well.
+    RATE, SLOPE_FACTOR = 0.05, 0.1
+
+    def __init__(self) -> None:
+        self.shift, self.slope = 0.0, 1.0
+
+    def calibrate(self, p: float) -> float:
+        return 1.0 / (1.0 + exp(-self.shift - self.slope * _log_odds(p)))
+
+    def observe(self, p: float, correct: bool) -> None:
+        """Learns whether a token that was proposed with probability ``p`` was correct."""
+        step = self.RATE * (correct - self.calibrate(p))
+        self.shift += step
+        self.slope += self.SLOPE_FACTOR * step * _log_odds(p)
+
+
+def _log_odds(p: float) -> float:
+    p = min(max(p, 1e-4), 1 - 1e-4)  # so that certain tokens have finite log-odds
+    return log(p / (1 - p))

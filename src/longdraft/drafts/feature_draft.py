@@ -1,4 +1,4 @@
-"""EAGLE-like drafts: reads folders of any layout, and checks drafts against a target."""
+"""Drafts that read the target's hidden states: reads folders of any layout, and checks drafts against a target."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from longdraft.model.rope import RotaryEmbedding
 from longdraft.model.runner import TargetRunner
 
 BoundT = TypeVar("BoundT")
-DraftT = TypeVar("DraftT", bound="EagleDraft[Any]")
+DraftT = TypeVar("DraftT", bound="FeatureDraft[Any]")
 
 
-class EagleDraft(TrainedDraft[BoundT]):
-    """An EAGLE-like draft in any layout. Subclasses beside the drafters define the module.
+class FeatureDraft(TrainedDraft[BoundT]):
+    """A draft that reads the target's hidden states, in any layout. Subclasses beside the drafters define the module.
 
     Attributes:
         layout: the layout that the folder has: "longdraft", "published" or "speculators".

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.drafters.shared.acceptance_calibrator import PRIOR_WEIGHT, AcceptanceCalibrator
+from longdraft.planning.acceptance import AcceptanceCalibrator
 from longdraft.trees.tree import TokenTree
 
 
@@ -51,4 +51,6 @@ def test_an_accepted_token_of_probability_zero_is_no_evidence_for_a_rate_of_zero
     assert calibrator.agreement_rate == 0.0
     calibrator = AcceptanceCalibrator(0.5)
     calibrator.observe(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])  # a calibrated probability is at least the rate
-    assert calibrator.agreement_rate == pytest.approx((PRIOR_WEIGHT * 0.5 + 1) / (PRIOR_WEIGHT + 1))
+    assert calibrator.agreement_rate == pytest.approx(
+        (AcceptanceCalibrator.PRIOR_WEIGHT * 0.5 + 1) / (AcceptanceCalibrator.PRIOR_WEIGHT + 1)
+    )
