@@ -31,7 +31,7 @@ def doctor(
 ) -> None:
     """Check machine, model and drafts. The exit code is 1 if the model, or the draft in --draft, cannot be used."""
     from longdraft.bench import machine
-    from longdraft.model.kernel_report import kernel_report
+    from longdraft.cli.kernel_report import kernel_report
     from longdraft.model.runner import TargetRunner
 
     with console.status() as status:

@@ -8,9 +8,9 @@ from functools import cached_property, partial
 
 from transformers import PreTrainedTokenizerBase
 
+from longdraft.engine.chat import chat_prompt, encode
 from longdraft.engine.request import Prompt, normalize_prompt
 from longdraft.errors import CapabilityError
-from longdraft.model.chat import chat_prompt, encode
 from longdraft.model.eos_tokens import eos_ids
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
+from longdraft.drafts.small_llama import frozen_linear
 from longdraft.folders import is_gguf
 from longdraft.model import hosting, stored
 from longdraft.model.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
@@ -19,7 +20,6 @@ from longdraft.model.gguf.header import require_package
 from longdraft.model.gguf.loading import GGUFFile
 from longdraft.model.loading import load
 from longdraft.model.runner import TargetRunner
-from longdraft.model.small_llama import frozen_linear
 
 # Two vocabularies count as equal if at most this fraction of the ids that both have stands for different tokens:
 # models of one family may rename special tokens.

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from longdraft.drafts.small_llama import PackedAttend, packed_attention
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, stored_model
 from longdraft.model.skinny_gemm import is_half_matrix
-from longdraft.model.small_llama import PackedAttend, packed_attention
 from longdraft.native import QuantizedMatrix, kernels
 
 
