@@ -32,7 +32,7 @@ from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.verifier import Verifier, VerifyOutput
 from longdraft.errors import PromptError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.registry import get_method

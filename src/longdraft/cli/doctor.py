@@ -64,7 +64,7 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
     from longdraft.model import hosting
     from longdraft.model.gpu import cuda_graphs
     from longdraft.model.layout import describe_layers, layout_of
-    from longdraft.model.stored_model import num_parameters
+    from longdraft.model.quant.stored_model import num_parameters
 
     info["model"] |= {
         "name": model.name_or_path or type(model).__name__, "class": type(model).__name__,

@@ -13,12 +13,13 @@ from transformers.utils import cached_file
 
 from longdraft.drafts.small_llama import frozen_linear
 from longdraft.folders import is_gguf
-from longdraft.model import hosting, stored
-from longdraft.model.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
-from longdraft.model.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model import hosting
 from longdraft.model.gguf.header import require_package
 from longdraft.model.gguf.loading import GGUFFile
-from longdraft.model.loading import load
+from longdraft.model.load.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
+from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.load.loading import load
+from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
 
 # Two vocabularies count as equal if at most this fraction of the ids that both have stands for different tokens:

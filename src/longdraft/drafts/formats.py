@@ -17,7 +17,7 @@ import torch
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import D2T, VLLM_MASK_TOKENS, DraftFolder, logger
 from longdraft.errors import CheckpointError
-from longdraft.model.checkpoints import complete_config
+from longdraft.model.load.checkpoints import complete_config
 from longdraft.model.rope import make_rope_parameters
 
 T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"

@@ -20,7 +20,7 @@ from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.fused_lm import FusedLM
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model import stored
+from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix
 

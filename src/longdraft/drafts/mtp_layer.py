@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from longdraft.drafts.small_llama import PackedAttend, packed_attention
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting, stored_model
-from longdraft.model.skinny_gemm import is_half_matrix
+from longdraft.model import hosting
+from longdraft.model.layers.skinny_gemm import is_half_matrix
+from longdraft.model.quant import stored_model
 from longdraft.native import QuantizedMatrix, kernels
 
 
@@ -67,7 +68,7 @@ def load_weights(
     dtype: torch.dtype,
     int8: bool,
 ) -> nn.Module:
-    """Loads weights (:func:`.stored_model.load_weights`). Matrices in 16 bits stay so if our kernels can read them."""
+    """Loads weights into a module. Matrices in 16 bits stay so if our kernels can read them."""
     loaded = dict(weights)
     for name, weight in weights.items() if kernels() is not None else ():
         if isinstance(weight, torch.Tensor) and weight.dim() == 2 and is_half_matrix(weight):

@@ -18,15 +18,18 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import custom_ops
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import experts, external_quant, hosting, positions, recurrent, stored, support
-from longdraft.model.batch_invariant import BatchInvariantMode
+from longdraft.model import hosting, positions, support
 from longdraft.model.called_functions import replaced_functions
-from longdraft.model.fused import FusedLayers
+from longdraft.model.layers import experts
+from longdraft.model.layers.batch_invariant import BatchInvariantMode
+from longdraft.model.layers.fused import FusedLayers
 from longdraft.model.layout import has_non_full_attention, layout_of, traced_layouts
+from longdraft.model.linear_attention import mixers
 from longdraft.model.model_copy import copy_model, same_signature, signature
+from longdraft.model.probes.hosted_model import validate_hosting
+from longdraft.model.quant import external, stored
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.tensor_parallel import tp_rank_of
-from longdraft.model.validation import validate_hosting
 from longdraft.native import kernels
 
 
@@ -47,11 +50,11 @@ class ExecutionModel:
         self.version = next(self._versions)
         self.model = copy_model(model)
         traced_layouts.pop(model, None)  # the layout may be older than a change of the model
-        external_quant.remove_wrappers(self.model)
+        external.remove_wrappers(self.model)
         hosting.set_attention(self.model)
         positions.patch_position_ids(self.model)
         self.rope_switch = positions.patch_longrope(self.model)
-        recurrent.patch_mixers(self.model)
+        mixers.patch_mixers(self.model)
         is_sharded, has_windows_or_states = tp_rank_of(model) is not None, has_non_full_attention(model)
         if is_sharded and has_windows_or_states:
             raise UnsupportedModelError("Models with windows or recurrent layers need one process, without torchrun.")
@@ -65,7 +68,7 @@ class ExecutionModel:
         if not (is_validated or is_sharded or has_windows_or_states):
             self._validate(model)
         self.layout = layout_of(self.model)
-        external_quant.make_batch_invariant(self.model)
+        external.make_batch_invariant(self.model)
         experts.make_batch_invariant(self.model)
         self._batch_invariant = kernels() is not None and self.model.device.type == "cpu"
         self._layers_with_hooks: set[int] = set()
@@ -150,7 +153,7 @@ def host_model(model: PreTrainedModel) -> HostedModel:
     """Returns the model's :class:`HostedModel`: all callers get one object, as long as one of them holds it.
     Raises UnsupportedModelError if the model cannot be copied."""
     with model_lock(model):
-        external_quant.decompress(model)
+        external.decompress(model)
         weak_ref = _hosted_models.get(model)
         hosted_model = None if weak_ref is None else weak_ref()
         if hosted_model is None:

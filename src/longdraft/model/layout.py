@@ -63,7 +63,7 @@ class AttentionTrace:
 
     Attributes:
         calls: the attention calls, in order.
-        mixers: index of a recurrent layer -> (its mixer, the mixer's cache adapter); see :mod:`.recurrent`."""
+        mixers: index of a recurrent layer -> (its mixer, the mixer's cache adapter); see :mod:`.linear_attention`."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

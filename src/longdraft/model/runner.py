@@ -20,13 +20,14 @@ from longdraft.memory import offload as offloading
 from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.offload import Offload
 from longdraft.memory.store import KVStore
-from longdraft.model import fingerprints, hosting, stored, stored_model, support
-from longdraft.model.eos_tokens import config_eos_ids
+from longdraft.model import fingerprint, hosting, support
 from longdraft.model.execution_model import ExecutionModel, host_model, structure_of
 from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
 from longdraft.model.gpu.deterministic import FixedRows
 from longdraft.model.layout import layout_of
+from longdraft.model.load.eos_tokens import config_eos_ids
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, nan_logits_error
+from longdraft.model.quant import stored, stored_model
 from longdraft.model.round_profiler import RoundProfiler
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.tensor_parallel import tp_rank_of
@@ -207,7 +208,7 @@ class TargetRunner:
     @property
     def fingerprint(self) -> str:
         """Identifies this target's KV in snapshots and prompt caches, by weights, settings, arithmetic and KV dtype."""
-        name = fingerprints.fingerprint_of(self.model) + fingerprints.hooks_suffix(self.model)
+        name = fingerprint.fingerprint_of(self.model) + fingerprint.hooks_suffix(self.model)
         if self.tp_rank is not None:
             name += f", share {self.tp_rank.rank + 1} of {self.tp_rank.world_size}"
         if self.arithmetic == "int8":

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting, stored
+from longdraft.model import hosting
 from longdraft.model.layout import config_kv_shape
+from longdraft.model.quant import stored
 from longdraft.model.rope import CosSin, rotary_module, takes_layer_type
 from longdraft.model.tensor_parallel import local_tensor
 from longdraft.native import QuantizedMatrix, kernels

@@ -15,12 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.memory.store import KVShape
-from longdraft.model import external_quant
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
 from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_layer_types
+from longdraft.model.quant import external
+from longdraft.model.quant.stored import StoredWeights, weight_shape
 from longdraft.model.rope import rope_parameters, rope_type
-from longdraft.model.stored import StoredWeights, weight_shape
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
 # PEFT type that longdraft cannot host -> the reason, as a message states it.
@@ -67,7 +67,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"weights, or device_map put them on disk or in host memory. {_LOAD} Leave device_map out or name a device."
         )
     _check_devices(model)
-    external_quant.check(model)
+    external.check(model)
     if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
         raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}, but needs a linear layer.")
     _check_adapters(model)
@@ -202,7 +202,7 @@ def _check_adapters(model: torch.nn.Module) -> None:
         for name in sorted({*active, *prompt_adapters}):
             settings = owner.peft_config.get(name)
             if settings is not None and (why := _adapter_problem(settings)) is not None:
-                kind = external_quant.enum_value(settings.peft_type)
+                kind = external.enum_value(settings.peft_type)
                 raise UnsupportedModelError(
                     f"The adapter {name!r} ({kind}) {why}, which longdraft does not host. Use one that adds to layers, "
                     "such as LoRA, merge it (merge_and_unload), or disable it."
@@ -234,7 +234,7 @@ def _adapter_problem(settings: Any) -> str | None:
         return "puts tokens of its own before the prompt"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         return "begins in the middle of a sequence"
-    return _UNSUPPORTED_ADAPTERS.get(external_quant.enum_value(getattr(settings, "peft_type", "")))
+    return _UNSUPPORTED_ADAPTERS.get(external.enum_value(getattr(settings, "peft_type", "")))
 
 
 def _active_adapters(module: torch.nn.Module) -> list[str]:

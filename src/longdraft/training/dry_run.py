@@ -18,7 +18,7 @@ from longdraft.errors import ConfigError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model import hosting, shared_parts
 from longdraft.model.layout import config_kv_shape
-from longdraft.model.loading import load
+from longdraft.model.load.loading import load
 from longdraft.training.config import RunConfig
 from longdraft.training.dataset import TokenDataset, shard_paths
 from longdraft.training.features import MIN_STORE_TOKENS, PREFILL_CHUNK

@@ -10,7 +10,7 @@ from longdraft.errors import CapabilityError
 from longdraft.model import hosting
 from longdraft.model.gguf import tensor_mapping
 from longdraft.model.gguf.loading import open_gguf
-from longdraft.model.stored import ArrangedLinear, StoredLinear
+from longdraft.model.quant.stored import ArrangedLinear, StoredLinear
 from longdraft.native import QuantizedMatrix
 
 _NUM_LAYERS_FIELD = "nextn_predict_layers"

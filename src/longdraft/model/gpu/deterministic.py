@@ -21,8 +21,8 @@ from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
-from longdraft.model.external_quant import random_rows
 from longdraft.model.layout import decoder_config
+from longdraft.model.quant.external import random_rows
 
 # Rows of every decoding forward. A GEMM with 64 rows takes a GPU about as long as one with a single row.
 FIXED_BATCH_ROWS = 64

@@ -15,9 +15,9 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model import hosting
 from longdraft.model.called_functions import is_library_code
+from longdraft.model.layers.skinny_gemm import is_dtensor, kernel_weights_of
 from longdraft.model.layout import KVLocation, decoder_config, layout_of
 from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
-from longdraft.model.skinny_gemm import is_dtensor, kernel_weights_of
 from longdraft.native import AttentionMetadata, DecoderLayer
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.int8_kv import KVTensor

@@ -22,11 +22,13 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model import external_quant, hosting, positions, recurrent, stored, stored_model
-from longdraft.model.checkpoints import quiet
+from longdraft.model import hosting, positions
 from longdraft.model.compat import CACHE_NAMES
 from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
+from longdraft.model.linear_attention import mixers
+from longdraft.model.load.checkpoints import quiet
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.quant import external, stored, stored_model
 from longdraft.native.boundary import CPU_FLOAT32
 
 # The prefix is prefilled in two chunks, the first of _CHUNK_LEN tokens.
@@ -107,9 +109,9 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
     Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
     copy = copy_without_hooks(model)
     stored_model.set_int8(copy, False)
-    external_quant.replace_by_random_products(copy)
+    external.replace_by_random_products(copy)
     positions.patch_position_ids(copy)
-    recurrent.patch_mixers(copy)
+    mixers.patch_mixers(copy)
     return _try_hosting(copy)
 
 
@@ -126,7 +128,7 @@ def _try_hosting(copy: PreTrainedModel) -> KVLayout:
                 token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
                 hosting.set_attention(copy, implementation)
                 try:
-                    expected = _model_logits(copy, token_ids, bool(recurrent.find_mixers(copy)))
+                    expected = _model_logits(copy, token_ids, bool(mixers.find_mixers(copy)))
                 except Exception as error:  # the model's own code may raise any type
                     raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
                 hosting.set_attention(copy)
@@ -217,7 +219,7 @@ def _trace_layout(copy: PreTrainedModel, token_ids: list[int]) -> KVLayout:
     input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
     with hosting.forward_scope(trace):
         copy(input_ids=input_ids, position_ids=_position_ids(input_ids), use_cache=False)
-    calls, shapes = tuple(trace.calls), recurrent.recurrent_shapes(trace)
+    calls, shapes = tuple(trace.calls), mixers.recurrent_shapes(trace)
     if not (calls or shapes):
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host "

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft.model.hosting import in_prefill
-from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
+from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
 from longdraft.model.tensor_parallel import full_tensor, local_tensor
 from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
@@ -76,7 +76,7 @@ class StoredLinear(StoredWeights):
 
     @property
     def kernel_weights(self) -> QuantizedMatrix:
-        """The matrix, for :func:`longdraft.model.skinny_gemm.kernel_weights_of`."""
+        """The matrix, for :func:`longdraft.model.layers.skinny_gemm.kernel_weights_of`."""
         return self.matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.model.called_functions import called_functions, is_library_code, replaced_functions
 from longdraft.model.model_copy import HOOKS, IGNORED_ATTRIBUTES, MODULE_ATTRIBUTES, SCALAR_TYPES, data_ptr_of
+from longdraft.model.quant.stored import storage_tensors
 from longdraft.model.rope import depends_on_length
-from longdraft.model.stored import storage_tensors
 from longdraft.model.tensor_parallel import local_tensor
 
 # The quick check samples about 128 rows of a matrix. A matrix of 2**14 rows or more counts as an embedding. All rows of

@@ -18,7 +18,7 @@ from torch import nn
 from longdraft.attention.transfer import to_device
 from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model.hosting import in_decode
-from longdraft.model.skinny_gemm import is_dtensor, is_plain_tensor
+from longdraft.model.layers.skinny_gemm import is_dtensor, is_plain_tensor
 from longdraft.native import kernels
 from longdraft.native.boundary import CPU_FLOAT32
 

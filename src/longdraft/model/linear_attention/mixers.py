@@ -25,13 +25,13 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, RecurrentStates, StateCheckpoint
 from longdraft.memory.store import KVStore
-from longdraft.model.batch_invariant import in_full_vectors, outside_mode
 from longdraft.model.compat import CACHE_NAMES
 from longdraft.model.hosting import current_forward, current_trace
+from longdraft.model.layers.batch_invariant import in_full_vectors, outside_mode
 from longdraft.model.layout import AttentionTrace
+from longdraft.model.linear_attention.recurrences import RECURRENCES, Recurrence, bind_arguments, step_function
+from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_parents, with_ancestors
 from longdraft.model.model_copy import class_forward, get_forward, names_in_forward, replace_forward, with_globals
-from longdraft.model.recurrences import RECURRENCES, Recurrence, bind_arguments, step_function
-from longdraft.model.tree_paths import conv_input_indices, tree_parents, with_ancestors
 from longdraft.native import kernels
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder, convolve, run_recurrence
 

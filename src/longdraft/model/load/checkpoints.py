@@ -37,8 +37,8 @@ from longdraft.files import (
     read_weight_index,
     require_regular,
 )
-from longdraft.model.eos_tokens import config_eos_ids, eos_ids
-from longdraft.model.external_quant import is_externally_quantized
+from longdraft.model.load.eos_tokens import config_eos_ids, eos_ids
+from longdraft.model.quant.external import is_externally_quantized
 from longdraft.model.rope import stretch_rope
 
 Progress = Callable[[str], None]  # called with one line of text before each step that takes seconds
@@ -82,7 +82,7 @@ def read_checkpoint(
     Args:
         name: a folder or hub id.
         dtype: dtype of the weights; "auto" takes the checkpoint's.
-        rope_factor: YaRN's factor (:func:`.rope.stretch_rope`); None leaves RoPE unchanged.
+        rope_factor: YaRN's factor (:func:`longdraft.model.rope.stretch_rope`); None leaves RoPE unchanged.
         failure: beginning of the CheckpointError's message, what failed.
         remedy: end of the CheckpointError's message, what to do.
         use_safetensors: True reads safetensors, False .bin files, None what there is.

@@ -11,7 +11,7 @@ from torch import nn
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.recurrent import RecurrentLayerState
 from longdraft.model.hosting import ForwardContext
-from longdraft.model.layer_parts import (
+from longdraft.model.layers.layer_parts import (
     LINEAR_NAMES,
     LLAMA_NORMS,
     has_modified_parts,
@@ -20,10 +20,10 @@ from longdraft.model.layer_parts import (
     norms_of,
     uses_gelu,
 )
+from longdraft.model.linear_attention.mixers import recurrent_states
+from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_parents, with_ancestors
 from longdraft.model.model_copy import names_in_forward
-from longdraft.model.recurrent import recurrent_states
-from longdraft.model.stored import ArrangedLinear
-from longdraft.model.tree_paths import conv_input_indices, tree_parents, with_ancestors
+from longdraft.model.quant.stored import ArrangedLinear
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.delta import DeltaNetBatch, DeltaNetDims, DeltaNetSequence, GatedDeltaNetLayer
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder

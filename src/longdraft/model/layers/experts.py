@@ -2,7 +2,7 @@
 
 transformers' grouped GEMMs are not batch invariant: their rounding depends on the number of tokens. This file replaces
 them in modules of transformers' ``ExpertsInterface``, whose attributes state how the matrices are laid out and whether
-there is a gate. Other MoE layers run their own code in :class:`~longdraft.model.batch_invariant.BatchInvariantMode`.
+there is a gate. Other MoE layers run their own code in :class:`~.batch_invariant.BatchInvariantMode`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from torch.func import functional_call
 
 from longdraft.model.hosting import in_decode
+from longdraft.model.layers.skinny_gemm import is_half_matrix, is_plain_tensor
 from longdraft.model.model_copy import get_forward, replace_forward
-from longdraft.model.skinny_gemm import is_half_matrix, is_plain_tensor
-from longdraft.model.stored import StoredWeights
+from longdraft.model.quant.stored import StoredWeights
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 

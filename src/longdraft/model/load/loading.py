@@ -11,14 +11,14 @@ import torch
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
 from longdraft.memory import memory_info
-from longdraft.model import stored_model
-from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
-from longdraft.model.embedded import EMBEDDED_ID, packaged_file
-from longdraft.model.experts import store_half_experts
-from longdraft.model.external_quant import decompress_to
-from longdraft.model.gc_pause import gc_paused
 from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
 from longdraft.model.gpu import merged_linear
+from longdraft.model.layers.experts import store_half_experts
+from longdraft.model.load.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
+from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.load.gc_pause import gc_paused
+from longdraft.model.quant import stored_model
+from longdraft.model.quant.external import decompress_to
 from longdraft.options import Option
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.huge_pages import take_prefaulted
 from longdraft.memory import memory_info
-from longdraft.model.skinny_gemm import is_half_matrix
-from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeights, dequantize, stored_module
+from longdraft.model.layers.skinny_gemm import is_half_matrix
+from longdraft.model.quant.stored import ArrangedLinear, StoredEmbedding, StoredWeights, dequantize, stored_module
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.boundary import allocate_bytes
 

@@ -1,7 +1,7 @@
 """Fuses decoder layers: on a CPU all layers and the head into one kernel call, on a GPU each layer into a few launches.
 
 The kernels compute layers like Llama's, and on a CPU also layers like Gemma's and gated DeltaNet. They are used only if
-their results equal those of the model's own code (:func:`longdraft.model.validation.outputs_agree`).
+their results equal those of the model's own code (:func:`longdraft.model.probes.hosted_model.outputs_agree`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import MemoryBudgetError, reason_of
 from longdraft.memory import memory_info
 from longdraft.memory.store import KVStore
-from longdraft.model import hosting, stored_model
-from longdraft.model.delta_parts import delta_layer_inputs, kernel_delta_layer
+from longdraft.model import hosting
 from longdraft.model.gpu import layers as gpu_layers
 from longdraft.model.gpu.layers import FusedLayer, FusedLayerForward
-from longdraft.model.layer_parts import LayerKinds, final_norm_and_head, is_cpu_float32, kernel_layer
+from longdraft.model.layers.layer_parts import LayerKinds, final_norm_and_head, is_cpu_float32, kernel_layer
+from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.model.layout import layout_of
+from longdraft.model.linear_attention.delta_net import delta_layer_inputs, kernel_delta_layer
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.probes.hosted_model import ComputePairs, OutputPair, outputs_agree
+from longdraft.model.quant import stored_model
+from longdraft.model.quant.stored import quantize_for_draft, quantized_draft_bytes
 from longdraft.model.rope import CosSin
-from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
-from longdraft.model.stored import quantize_for_draft, quantized_draft_bytes
-from longdraft.model.validation import ComputePairs, OutputPair, outputs_agree
 from longdraft.native import DecoderLayer, DecoderStack, QuantizedMatrix, kernels
 from longdraft.native.delta import GatedDeltaNetLayer
 from longdraft.native.structures import LinearWeights
