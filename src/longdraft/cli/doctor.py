@@ -15,6 +15,7 @@ from longdraft.cli import console, options
 from longdraft.drafts import shipped
 from longdraft.errors import LongdraftError
 from longdraft.memory import memory_info
+from longdraft.model.model_parts import context_length
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -61,7 +62,6 @@ def doctor(
 def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
     """Adds to ``info``: the loaded model, the size of its KV cache, and its attention path."""
     from longdraft.attention import dispatch
-    from longdraft.model import hosting
     from longdraft.model.gpu import cuda_graphs
     from longdraft.model.layout import describe_layers, layout_of
     from longdraft.model.quant.stored_model import num_parameters
@@ -70,7 +70,7 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
         "name": model.name_or_path or type(model).__name__, "class": type(model).__name__,
         "parameters": num_parameters(model), "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device), "layers": describe_layers(model),
-        "context_tokens": hosting.context_length(model), "kv_bytes_per_1k_tokens": None, "kv_tokens_that_fit": None,
+        "context_tokens": context_length(model), "kv_bytes_per_1k_tokens": None, "kv_tokens_that_fit": None,
     }  # fmt: skip
     try:
         kv_shape = layout_of(model).shape

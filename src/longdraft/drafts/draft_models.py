@@ -13,12 +13,12 @@ from transformers.utils import cached_file
 
 from longdraft.drafts.small_llama import frozen_linear
 from longdraft.folders import is_gguf
-from longdraft.model import hosting
 from longdraft.model.gguf.header import require_package
 from longdraft.model.gguf.loading import GGUFFile
 from longdraft.model.load.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
 from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.load.loading import load
+from longdraft.model.model_parts import context_length, decoder_config
 from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
 
@@ -58,7 +58,7 @@ def read_model_sizes(name: str) -> ModelSizes:
         return ModelSizes(
             stored.weight_shape(model.get_output_embeddings())[0],
             sum(p.numel() for p in model.parameters()),
-            hosting.context_length(model),
+            context_length(model),
         )
 
 
@@ -147,7 +147,7 @@ def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
             head.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         else:
             model.set_output_embeddings(frozen_linear(head.weight[:size], bias))
-        hosting.decoder_config(model).vocab_size = size
+        decoder_config(model).vocab_size = size
     return model
 
 

@@ -26,6 +26,7 @@ from longdraft.model.layers.fused import FusedLayers
 from longdraft.model.layout import has_non_full_attention, layout_of, traced_layouts
 from longdraft.model.linear_attention import mixers
 from longdraft.model.model_copy import copy_model, same_signature, signature
+from longdraft.model.model_parts import decoder_config, decoder_of
 from longdraft.model.probes.hosted_model import validate_hosting
 from longdraft.model.quant import external, stored
 from longdraft.model.shared_parts import SharedParts, shared_parts
@@ -63,7 +64,7 @@ class ExecutionModel:
         self.fused = FusedLayers(self.model)
         # If the model is a causal decoder with a head and no more, FusedLayers has compared all that it computes.
         is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
-        is_decoder_with_head = is_causal and hosting.decoder_of(model) is model.base_model
+        is_decoder_with_head = is_causal and decoder_of(model) is model.base_model
         is_validated = self.fused.stack is not None and is_decoder_with_head and not replaced_functions(model)
         if not (is_validated or is_sharded or has_windows_or_states):
             self._validate(model)
@@ -96,7 +97,7 @@ class ExecutionModel:
         for layer in ctx.hidden_layers - self._layers_with_hooks:
             hosting.add_hidden_hook(self.model, layer)
             self._layers_with_hooks.add(layer)
-        module = self.model if head else hosting.decoder_of(self.model)
+        module = self.model if head else decoder_of(self.model)
         make_invariant = self._batch_invariant and not ctx.batch.is_prefill
         with BatchInvariantMode() if make_invariant else nullcontext():
             out = hosting.run(module, ctx, **kwargs)
@@ -173,4 +174,4 @@ def placement_of(model: PreTrainedModel) -> tuple[object, ...]:
 def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
     """Returns a model's placement, configuration, module classes and shapes. If one changes, runners become stale."""
     modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
-    return placement_of(model), str(hosting.decoder_config(model)), modules
+    return placement_of(model), str(decoder_config(model)), modules

@@ -27,10 +27,9 @@ from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore, LayerStates
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_of
-from longdraft.model.layout import decoder_config as decoder_config
+from longdraft.model.model_parts import decoder_config, decoder_layers
 
 ATTENTION_NAME = "longdraft"
-UNLIMITED_CONTEXT = 1 << 20  # context length, in tokens, of models whose configuration has none: any large number
 
 
 @dataclass
@@ -201,33 +200,6 @@ def new_layer_states(
         shapes = tuple(replace(shape, dtype=dtype) for shape in shapes)
     states: list[LayerStates] = [WindowKVCache(shape, slots, capacity, model.device, transposed) for shape in shapes]
     return [*states, RecurrentStates(layout.recurrent, slots, model.device)] if layout.recurrent else states
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Returns the submodule that computes hidden states from token ids: the decoder with the token embedding."""
-    embedding = model.get_input_embeddings()
-    candidates: list[nn.Module] = [model.get_decoder(), model.base_model]
-    return next((c for c in candidates if any(m is embedding for m in c.modules())), candidates[0])
-
-
-def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Returns the decoder layers: the module list with ``num_hidden_layers`` members.
-    A model that runs a layer several times has no such list: then it is the longest list with modules of one class."""
-    num_layers = getattr(decoder_config(model), "num_hidden_layers", None)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
-    for modules in lists:
-        if len(modules) == num_layers:
-            return modules
-    if not lists:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers.")
-    return max(lists, key=lambda modules: len(modules) if len({type(m) for m in modules}) == 1 else 0)
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """Returns the model's context length in tokens, which RoPE scaling may have extended."""
-    config = decoder_config(model)
-    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-    return next((int(length) for name in names if (length := getattr(config, name, None))), UNLIMITED_CONTEXT)
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:

@@ -21,6 +21,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import AttentionSpan, WindowShape
+from longdraft.model.model_parts import decoder_config
 
 # transformers' layer type -> our kinds, by how a layer reads the context. A hybrid layer has two; an MLP has none.
 _LAYER_TYPES = {
@@ -183,11 +184,6 @@ def _config_value(config: Any, name: str) -> Any:
     if getattr(config, "is_heterogeneous", False):  # getattr raises for settings that differ between layers
         return config.to_dict().get(name)
     return getattr(config, name, None)
-
-
-def decoder_config(model: PreTrainedModel) -> Any:
-    """Returns the configuration of the text decoder."""
-    return model.config.get_text_config(decoder=True)
 
 
 def has_non_full_attention(model: PreTrainedModel) -> bool:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from longdraft.model import hosting
 from longdraft.model.compat import CACHE_LENGTH_NAMES
+from longdraft.model.model_parts import context_length
 from longdraft.model.rope import LONGROPE, CosSin, rope_parameters, rope_type, rope_types
 
 # LongRoPE's parameters, in pairs: the first for contexts up to the trained length, the second for longer contexts.
@@ -62,7 +63,7 @@ def patch_longrope(model: PreTrainedModel) -> int | None:
 
     Returns the switch: the longest context, in tokens, with the short factors; None without LongRoPE."""
     trained_lengths = [
-        int(p.get("original_max_position_embeddings") or hosting.context_length(model))
+        int(p.get("original_max_position_embeddings") or context_length(model))
         for p in rope_parameters(model)
         if rope_type(p) == LONGROPE and any(p.get(short) != p.get(long) for short, long in _FACTOR_KEYS)
     ]

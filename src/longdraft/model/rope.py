@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.layout import decoder_config
+from longdraft.model.model_parts import decoder_config
 from longdraft.native.boundary import CPU_FLOAT32
 
 # YaRN's defaults for Llama (Peng et al. 2023, section 3.2). The SpecPV paper states no values.

@@ -26,6 +26,7 @@ from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
 from longdraft.model.gpu.deterministic import FixedRows
 from longdraft.model.layout import layout_of
 from longdraft.model.load.eos_tokens import config_eos_ids
+from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, nan_logits_error
 from longdraft.model.quant import stored, stored_model
 from longdraft.model.round_profiler import RoundProfiler
@@ -84,9 +85,9 @@ class TargetRunner:
             self._host = host_model(model)
             self.lock = self._host.lock
             shape = layout_of(model).shape
-            self.num_layers = len(hosting.decoder_layers(model))
+            self.num_layers = len(decoder_layers(model))
         self.kv_shape = shape if self.tp_rank is None else self.tp_rank.local_kv_shape(shape)
-        self.context_length = hosting.context_length(model)
+        self.context_length = context_length(model)
         self.device: torch.device = model.device
         self.profiler: RoundProfiler | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
@@ -264,7 +265,7 @@ class TargetRunner:
         store does not fit into memory."""
         self.sync_with_model()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
-        hidden_size = int(hosting.decoder_config(self.model).hidden_size)
+        hidden_size = int(decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_dtype:
             self._check_kv_dtype("view_dtype", dtype)

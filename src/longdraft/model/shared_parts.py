@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting
 from longdraft.model.layout import config_kv_shape
+from longdraft.model.model_parts import decoder_config, decoder_layers, norm_before_head
 from longdraft.model.quant import stored
 from longdraft.model.rope import CosSin, rotary_module, takes_layer_type
 from longdraft.model.tensor_parallel import local_tensor
@@ -72,7 +72,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         description: the description if it is known; None computes it (:func:`describe_target`).
 
     Raises UnsupportedModelError if the model has no rotary embedding, or a head that drafts cannot use."""
-    config = hosting.decoder_config(model)
+    config = decoder_config(model)
     rotary = rotary_module(model)
     if rotary is None:
         raise UnsupportedModelError(
@@ -109,17 +109,10 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     return weight.detach()
 
 
-def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the norm between the last layer and the head; None if there is none."""
-    children = reversed(list(hosting.decoder_of(model).named_children()))
-    # Gemma 3n and 4 also have a norm for per-layer embeddings, which is skipped.
-    return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
-
-
 def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
     """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head.
     Raises UnsupportedModelError if there is no such norm."""
-    size = int(hosting.decoder_config(model).hidden_size)
+    size = int(decoder_config(model).hidden_size)
     norm = norm_before_head(model)
     x = torch.ones(1, size, dtype=model.dtype, device=model.device)
     # RMSNorm of ones gives the weight, also if it is stored minus one. A norm that subtracts the mean gives zeros.
@@ -138,7 +131,7 @@ def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     Weights are rounded to bfloat16 first, so the digest does not depend on the loaded dtype. RoPE scaling (YaRN) is
     left out, so that drafts still fit the target after its context is extended."""
     digest = hashlib.sha256()
-    last_layer = hosting.decoder_layers(model)[-1].modules()
+    last_layer = decoder_layers(model)[-1].modules()
     first_weights = next(m for m in last_layer if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
     for module in (model.get_input_embeddings(), first_weights):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
@@ -147,7 +140,7 @@ def describe_target(model: PreTrainedModel) -> dict[str, Any]:
 
 def describe_config(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the description of :func:`describe_target`, without the digest of the weights."""
-    config = hosting.decoder_config(model)
+    config = decoder_config(model)
     shape = config_kv_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
     return {

@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
 from longdraft.memory.store import KVShape
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
-from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_layer_types
+from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
 from longdraft.model.quant import external
 from longdraft.model.quant.stored import StoredWeights, weight_shape
 from longdraft.model.rope import rope_parameters, rope_type

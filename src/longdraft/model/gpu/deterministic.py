@@ -21,7 +21,7 @@ from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
-from longdraft.model.layout import decoder_config
+from longdraft.model.model_parts import decoder_config
 from longdraft.model.quant.external import random_rows
 
 # Rows of every decoding forward. A GEMM with 64 rows takes a GPU about as long as one with a single row.

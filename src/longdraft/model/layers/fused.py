@@ -28,6 +28,7 @@ from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.model.layout import layout_of
 from longdraft.model.linear_attention.delta_net import delta_layer_inputs, kernel_delta_layer
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.model_parts import decoder_layers
 from longdraft.model.probes.hosted_model import ComputePairs, OutputPair, outputs_agree
 from longdraft.model.quant import stored_model
 from longdraft.model.quant.stored import quantize_for_draft, quantized_draft_bytes
@@ -73,7 +74,7 @@ class FusedLayers:
             stored_model.set_int8(model, self._int8)
 
     def _fuse_on_cpu(self, kinds: LayerKinds) -> None:
-        modules, head_dim = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
+        modules, head_dim = list(decoder_layers(self._model)), layout_of(self._model).shape.head_dim
         if not all(map(is_cpu_float32, modules)):
             return
         converted = [kernel_layer(layer, head_dim) or kernel_delta_layer(layer) for layer in modules]
@@ -94,14 +95,14 @@ class FusedLayers:
         model, shape = self._model, layout_of(self._model).shape
         if shape.padded or any(kind.window_index is not None for kind in kinds.kinds):
             return
-        converted = [gpu_layers.fused_layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
+        converted = [gpu_layers.fused_layer_of(layer, shape.head_dim) for layer in decoder_layers(model)]
         layers = [layer for layer in converted if layer is not None]
         if len(layers) < len(converted):
             logger.info("The GPU kernels do not support this model's layers: the model's own code computes them.")
             return
 
         def fused_forwards(copied: PreTrainedModel) -> Iterator[tuple[nn.Module, FusedLayerForward]]:
-            for index, (layer, fused_layer) in enumerate(zip(hosting.decoder_layers(copied), layers, strict=True)):
+            for index, (layer, fused_layer) in enumerate(zip(decoder_layers(copied), layers, strict=True)):
                 yield layer, FusedLayerForward(fused_layer, kinds, index, layer.forward)
 
         def compare_layers(reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
@@ -198,7 +199,7 @@ class FusedLayers:
     def _compare_stack(self, reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
         """Yields pairs of logits and of the last layer's outputs, as the final norm hides a wrong scale in logits."""
         assert self.layer_kinds is not None
-        last = len(hosting.decoder_layers(self._model)) - 1
+        last = len(decoder_layers(self._model)) - 1
         reference, kernel = (replace(ctx, hidden_layers=frozenset([last])) for ctx in (reference, kernel))
         hook = hosting.add_hidden_hook(self._model, last)
         try:

@@ -28,6 +28,7 @@ from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layou
 from longdraft.model.linear_attention import mixers
 from longdraft.model.load.checkpoints import quiet
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.model_parts import context_length, decoder_config, decoder_of
 from longdraft.model.quant import external, stored, stored_model
 from longdraft.native.boundary import CPU_FLOAT32
 
@@ -55,7 +56,7 @@ ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterab
 def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
     One of two sequences is near position 0, the other at the context's end. ``compute`` runs layers and kernels."""
-    layout, vocab_size = layout_of(model), int(hosting.decoder_config(model).vocab_size)
+    layout, vocab_size = layout_of(model), int(decoder_config(model).vocab_size)
     capacity = _PREFIX_LEN + len(_TREE_MASK)
     stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
     for store in stores:
@@ -63,7 +64,7 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
         for tensor in _store_tensors(store):  # both stores get the same random numbers
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
     first_root = 100 + _PREFIX_LEN  # the roots' position in the first sequence: any small one but _PREFIX_LEN
-    last_root = max(first_root, hosting.context_length(model) - 2)  # the child is the context's last token
+    last_root = max(first_root, context_length(model) - 2)  # the child is the context's last token
     inputs: dict[str, Any] = {
         "token_ids": [[i % vocab_size for i in (1, 2, 3)]] * 2,
         "positions": [[root + depth for depth in _DEPTHS] for root in (first_root, last_root)],
@@ -117,7 +118,7 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
 
 def _try_hosting(copy: PreTrainedModel) -> KVLayout:
     """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout."""
-    name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
+    name, implementation = type(copy).__name__, decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
     shape = (_PREFIX_LEN + len(_TREE_MASK),)
     vocab_size = stored.weight_shape(copy.get_input_embeddings())[0]
@@ -158,7 +159,7 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
     """Shortens windows and chunks inside the ``with``, so that they slide. Yields True if the model has any."""
     modules = [module for module in copy.modules() if not isinstance(module, PreTrainedModel)]
     shortened: list[tuple[Any, str, int]] = []
-    for owner in (hosting.decoder_config(copy), *modules):
+    for owner in (decoder_config(copy), *modules):
         for name in _WINDOW_SETTINGS:
             size = vars(owner).get(name)
             if isinstance(size, int) and size > _SHORT_WINDOW:
@@ -205,7 +206,7 @@ def _hosted_logits(copy: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
     for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
-        hosting.run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
+        hosting.run(decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
         store.commit(0, range(len(chunk)))
     mask = torch.tensor([_TREE_MASK], dtype=torch.bool, device="cpu")
     batch = store.make_forward_batch([0], [token_ids[_PREFIX_LEN:]], depths=[_DEPTHS], mask=mask)
