@@ -20,15 +20,16 @@ from longdraft.attention import custom_ops
 from longdraft.errors import UnsupportedModelError
 from longdraft.model import hosting, positions, support
 from longdraft.model.called_functions import replaced_functions
+from longdraft.model.fingerprint import placement_of, same_signature, signature
 from longdraft.model.layers import experts
 from longdraft.model.layers.batch_invariant import BatchInvariantMode
 from longdraft.model.layers.fused import FusedLayers
 from longdraft.model.layout import has_non_full_attention, layout_of, traced_layouts
 from longdraft.model.linear_attention import mixers
-from longdraft.model.model_copy import copy_model, same_signature, signature
-from longdraft.model.model_parts import decoder_config, decoder_of
+from longdraft.model.model_copy import copy_model
+from longdraft.model.model_parts import decoder_of
 from longdraft.model.probes.hosted_model import validate_hosting
-from longdraft.model.quant import external, stored
+from longdraft.model.quant import external
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.tensor_parallel import tp_rank_of
 from longdraft.native import kernels
@@ -163,15 +164,3 @@ def host_model(model: PreTrainedModel) -> HostedModel:
         else:
             hosted_model.sync_with_model(model)
         return hosted_model
-
-
-def placement_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Returns a model's device and dtype, and address, shape and dtype of the embedding's and of the head's weights."""
-    weights = [stored.weight_storage(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in weights)
-
-
-def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Returns a model's placement, configuration, module classes and shapes. If one changes, runners become stale."""
-    modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
-    return placement_of(model), str(decoder_config(model)), modules

@@ -1,8 +1,12 @@
-"""Fingerprints of a target's weights and settings. Cached KV is reused only by a target with the same fingerprint.
+"""Notices changes of a model that a user loaded: a user may edit, move or replace any part of it between runs.
 
-A fingerprint digests all settings and every number of every tensor, which takes as long as reading the weights once.
-So it is cached until a quick check (milliseconds) finds a change: replaced tensors, writes that torch counts
-(``_version``), or writes to a sampled number.
+- :func:`signature` lists what the execution model was copied from. If it changes, a new copy is made.
+- :func:`placement_of` and :func:`structure_of` change if a runner's stores no longer fit the model.
+- :func:`check_mapped_files` notices writes to files that weights are mapped from.
+- :func:`fingerprint_of` digests all settings and every number of every tensor. Cached KV is reused only by a target
+  with the same fingerprint. A digest takes as long as reading the weights once. So it is cached until a quick check
+  (milliseconds) finds a change: replaced tensors, writes that torch counts (``_version``), or writes to a sampled
+  number.
 """
 
 from __future__ import annotations
@@ -11,22 +15,31 @@ import hashlib
 import itertools
 import json
 import uuid
-from collections.abc import Iterator
-from functools import partial
-from types import FunctionType, MethodType
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longdraft.model.called_functions import called_functions, is_library_code, replaced_functions
-from longdraft.model.model_copy import HOOKS, IGNORED_ATTRIBUTES, MODULE_ATTRIBUTES, SCALAR_TYPES, data_ptr_of
-from longdraft.model.quant.stored import storage_tensors
+from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.model.called_functions import HOOKS, called_functions, user_code_in
+from longdraft.model.model_copy import COMPILED_CALL, MODULE_ATTRIBUTES
+from longdraft.model.model_parts import decoder_config
+from longdraft.model.quant.stored import storage_tensors, weight_storage
 from longdraft.model.rope import depends_on_length
 from longdraft.model.tensor_parallel import local_tensor
 
+# Types whose values are compared and digested by value.
+_SCALAR_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# Attributes of modules that do not change what our forwards compute.
+_IGNORED_ATTRIBUTES = frozenset({"training", "generation_config", COMPILED_CALL})
+# Attribute of a model: the files that its weights are memory-mapped from, with their identities and states at loading.
+_MAPPED_FILES = "_longdraft_mapped"
 # The quick check samples about 128 rows of a matrix. A matrix of 2**14 rows or more counts as an embedding. All rows of
 # an embedding are sampled, as a user may edit a few tokens only.
 _SAMPLED_ROWS, _MIN_EMBEDDING_ROWS = 128, 1 << 14
@@ -35,7 +48,7 @@ _PAGE_BYTES = 4096  # the full digest hashes the sum of each page, as summing is
 _IGNORED_SETTINGS = frozenset(
     ("transformers_version", "name_or_path", "architectures", "dtype", "kernel_config", "hf_device_map", "loss_type")
 )
-_EXCLUDED_ATTRIBUTES = MODULE_ATTRIBUTES | IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
+_EXCLUDED_ATTRIBUTES = MODULE_ATTRIBUTES | _IGNORED_ATTRIBUTES | _IGNORED_SETTINGS | {"_is_hf_initialized"}
 # Attribute -> its earlier name, which digests keep so that snapshots on disk stay valid. Class names are digested too.
 _DIGEST_NAMES = {
     "rows_per_matrix": "outs", "saved_by_parent": "inside", "expert_count": "count", "dtype_sample": "like",
@@ -49,6 +62,99 @@ _fingerprints: WeakKeyDictionary[PreTrainedModel, tuple[bytes, str]] = WeakKeyDi
 # Model -> dotted name -> id of the function that had that name at the model's first fingerprint.
 _first_functions: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 _PROCESS_ID, _suffix_counter = uuid.uuid4().hex, itertools.count()
+
+
+def signature(model: PreTrainedModel) -> list[Any]:
+    """Lists everything that a copy of the model depends on, for :func:`same_signature`.
+
+    The parts are modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
+    replaced forwards, attributes and configurations. In-place writes to weights leave the signature unchanged.
+
+    Raises UnsupportedModelError if a module is scripted, which hides its attributes."""
+    parts: list[Any] = [*called_functions(model).values()]
+    seen_configs: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has scripted modules, which longdraft cannot run: load it without torch.jit."
+            )
+        parts += (module, type(module))
+        for name, value in list(vars(module).items()):
+            if name in ("_parameters", "_buffers"):
+                for key, tensor in list(value.items()):
+                    parts += (key, tensor, data_ptr_of(tensor), None if tensor is None else tensor.dtype)
+            elif name in HOOKS:
+                parts += value.values()
+            elif name == "_modules":
+                parts += value
+            elif name not in MODULE_ATTRIBUTES and name not in _IGNORED_ATTRIBUTES:
+                parts.append(name)
+                parts += _describe(value, seen_configs)
+    # Weak references keep no model alive. They may be compared with `is`: ref(x) returns one object while x lives.
+    return [ref(part) if isinstance(part, nn.Module | MethodType) else part for part in parts]
+
+
+def same_signature(before: list[Any], after: list[Any]) -> bool:
+    """True if two signatures describe the same structure."""
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _SCALAR_TYPES) and a == b)
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+def _describe(value: Any, seen_configs: set[int]) -> Iterator[Any]:
+    """Yields an attribute's parts of the signature: the value, and modules in a container or settings of a config."""
+    if not isinstance(value, PretrainedConfig):
+        yield value
+        if type(value) in (list, tuple, dict, OrderedDict):
+            items = value.values() if isinstance(value, dict) else value
+            # Strings are compared for PEFT, which lists the names of the adapters that it has merged into the weights.
+            yield from [item for item in items if isinstance(item, nn.Module | MethodType | str)]
+    elif id(value) not in seen_configs:
+        seen_configs.add(id(value))
+        yield value
+        # The attention implementation does not count: the copy has its own.
+        settings = {n: x for n, x in list(vars(value).items()) if n != "_attn_implementation_internal"}
+        nested = [setting for setting in settings.values() if isinstance(setting, PretrainedConfig)]
+        yield repr({name: id(x) if isinstance(x, PretrainedConfig) else x for name, x in settings.items()})
+        for config in nested:
+            yield from _describe(config, seen_configs)
+
+
+def placement_of(model: PreTrainedModel) -> tuple[object, ...]:
+    """Returns a model's device and dtype, and address, shape and dtype of the embedding's and of the head's weights."""
+    weights = [weight_storage(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in weights)
+
+
+def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
+    """Returns a model's placement, configuration, module classes and shapes. If one changes, runners become stale."""
+    modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
+    return placement_of(model), str(decoder_config(model)), modules
+
+
+def record_mapped_files(model: nn.Module, files: Iterable[Path]) -> None:
+    """Records the files that a model's weights are mapped from, for :func:`check_mapped_files`."""
+    vars(model)[_MAPPED_FILES] = [(file.absolute(), _file_state(file)) for file in files]
+
+
+def check_mapped_files(model: nn.Module) -> None:
+    """Raises CheckpointError if a file that a model's weights are mapped from was written to.
+    Renaming another file over the mapped file is allowed."""
+    for file, (identity, state) in vars(model).get(_MAPPED_FILES, ()):
+        # A deleted file stays mapped.
+        current_identity, current_state = _file_state(file) if file.exists() else (None, None)
+        if current_identity == identity and current_state != state:
+            raise CheckpointError(
+                f"{file} was written to while its weights were in use: load the model again. (To replace a file that "
+                "is in use, write another and rename it.)"
+            )
+
+
+def _file_state(file: Path) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns a file's identity (device, inode), and its state (size, modification time)."""
+    stat = file.stat()
+    return (stat.st_dev, stat.st_ino), (stat.st_size, stat.st_mtime_ns)
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
@@ -79,20 +185,6 @@ def hooks_suffix(model: nn.Module) -> str:
     first_ids = _first_functions.setdefault(model, {})
     changed = [name for name, f in called_functions(model).items() if first_ids.setdefault(name, id(f)) != id(f)]
     return f", hooks {_PROCESS_ID}.{next(_suffix_counter)}" if changed or user_code_in(model) else ""
-
-
-def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
-    """Returns names of modules with a user's hooks or forwards, and names of library functions that a user replaced.
-    ``include_classes``: True adds modules whose class comes from none of the packages that longdraft knows."""
-    code_names = replaced_functions(model)
-    for name, module in model.named_modules():
-        functions = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
-        # Attributes of a PreTrainedModel other than forward may be functions that its forward does not call.
-        values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
-        functions += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
-        functions += [type(module).forward] if include_classes else []
-        code_names += [name or type(module).__name__ for function in functions if not is_library_code(function)]
-    return code_names
 
 
 def _named_tensors(modules: list[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,7 +239,7 @@ def _depends_on_length(module: nn.Module, key: str) -> bool:
 def _serializable(value: Any, depth: int = 0) -> Any:
     """Converts a setting to plain values that are equal in every process. An object becomes its or its class's name.
     Containers nested deeper than four levels become their class's name too."""
-    if isinstance(value, SCALAR_TYPES):
+    if isinstance(value, _SCALAR_TYPES):
         return value
     if isinstance(value, dict) and depth < 4:
         settings = {str(k): v for k, v in value.items() if str(k) not in _IGNORED_SETTINGS and str(k)[:1] != "_"}
@@ -156,3 +248,11 @@ def _serializable(value: Any, depth: int = 0) -> Any:
         items = [_serializable(item, depth + 1) for item in value]
         return sorted(items, key=str) if isinstance(value, set | frozenset) else items
     return "" if isinstance(value, PretrainedConfig) else getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def data_ptr_of(tensor: torch.Tensor | None) -> int:
+    """Returns the address of a tensor's data; 0 if there is none."""
+    try:
+        return 0 if tensor is None else tensor.data_ptr()
+    except RuntimeError:  # a tensor subclass without storage
+        return 0

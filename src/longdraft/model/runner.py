@@ -21,7 +21,7 @@ from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.offload import Offload
 from longdraft.memory.store import KVStore
 from longdraft.model import fingerprint, hosting, support
-from longdraft.model.execution_model import ExecutionModel, host_model, structure_of
+from longdraft.model.execution_model import ExecutionModel, host_model
 from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
 from longdraft.model.gpu.deterministic import FixedRows
 from longdraft.model.layout import layout_of
@@ -110,7 +110,7 @@ class TargetRunner:
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
         # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
-        self._structure, self._first_compat_key = structure_of(model), self.store_compat_key
+        self._structure, self._first_compat_key = fingerprint.structure_of(model), self.store_compat_key
         self._fixed_rows = self._make_fixed_rows() if deterministic else None
 
     def _check_kv_dtype(self, option: str, dtype: torch.dtype) -> None:
@@ -165,7 +165,9 @@ class TargetRunner:
     @property
     def is_stale(self) -> bool:
         """True if the model was moved, cast or restructured after this runner was made, so a new runner is needed."""
-        return structure_of(self.model) != self._structure or self.store_compat_key != self._first_compat_key
+        return (
+            fingerprint.structure_of(self.model) != self._structure or self.store_compat_key != self._first_compat_key
+        )
 
     def sync_with_model(self) -> None:
         """Adopts the changes that the user made to the model since the last run.
@@ -175,7 +177,7 @@ class TargetRunner:
             UnsupportedModelError: the model can no longer be copied, or calls a user's attention function.
             CheckpointError: a file that the weights are mapped from was written to."""
         support.check_functions(self.model)
-        stored_model.check_mapped_files(self.model)
+        fingerprint.check_mapped_files(self.model)
         self._host.sync_with_model(self.model)
         if self.store_compat_key != self._first_compat_key:
             raise CapabilityError(
