@@ -28,7 +28,7 @@ from longdraft.model.layout import has_non_full_attention, layout_of, traced_lay
 from longdraft.model.linear_attention import mixers
 from longdraft.model.model_copy import copy_model
 from longdraft.model.model_parts import decoder_of
-from longdraft.model.probes.hosted_model import validate_hosting
+from longdraft.model.probes.tokens import validate_hosting
 from longdraft.model.quant import external
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.tensor_parallel import tp_rank_of

@@ -1,7 +1,7 @@
 """Fuses decoder layers: on a CPU all layers and the head into one kernel call, on a GPU each layer into a few launches.
 
 The kernels compute layers like Llama's, and on a CPU also layers like Gemma's and gated DeltaNet. They are used only if
-their results equal those of the model's own code (:func:`longdraft.model.probes.hosted_model.outputs_agree`).
+their results equal those of the model's own code (:func:`longdraft.model.probes.tokens.outputs_agree`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from longdraft.model.layout import layout_of
 from longdraft.model.linear_attention.delta_net import delta_layer_inputs, kernel_delta_layer
 from longdraft.model.model_copy import copy_without_hooks
 from longdraft.model.model_parts import decoder_layers
-from longdraft.model.probes.hosted_model import ComputePairs, OutputPair, outputs_agree
+from longdraft.model.probes.tokens import ComputePairs, OutputPair, outputs_agree
 from longdraft.model.quant import stored_model
 from longdraft.model.quant.stored import quantize_for_draft, quantized_draft_bytes
 from longdraft.model.rope import CosSin
