@@ -37,6 +37,7 @@ _PREFIX_LEN, _CHUNK_LEN = 5, 2
 # The tree has three nodes: two roots, and a child of the second root.
 _TREE_MASK, _TREE_PATHS = [[True, False, False], [False, True, False], [False, True, True]], ([0], [1, 2])
 _DEPTHS = (0, 0, 1)
+_NUM_TOKENS = _PREFIX_LEN + len(_TREE_MASK)
 # Windows and chunks of attention are shortened to this number of tokens, so that the few tokens already exceed them.
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
@@ -57,10 +58,8 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
     One of two sequences is near position 0, the other at the context's end. ``compute`` runs layers and kernels."""
     layout, vocab_size = layout_of(model), int(decoder_config(model).vocab_size)
-    capacity = _PREFIX_LEN + len(_TREE_MASK)
-    stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
+    stores = [_new_store(model, layout, slots=2) for _ in range(2)]
     for store in stores:
-        store.attach_states(*hosting.new_layer_states(model, 2, capacity))
         for tensor in _store_tensors(store):  # both stores get the same random numbers
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
     first_root = 100 + _PREFIX_LEN  # the roots' position in the first sequence: any small one but _PREFIX_LEN
@@ -74,6 +73,12 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     reference, kernel = (hosting.ForwardContext(store, batch, attend, layout) for store in stores)
     pairs = [*compute(reference, kernel), *zip(*map(_store_tensors, reversed(stores)), strict=True)]
     return all(_is_close(actual, expected) for actual, expected in pairs)
+
+
+def _new_store(model: PreTrainedModel, layout: KVLayout, slots: int) -> KVStore:
+    store = KVStore(layout.shape, slots, _NUM_TOKENS, model.device)
+    store.attach_states(*hosting.new_layer_states(model, slots, _NUM_TOKENS))
+    return store
 
 
 def _store_tensors(store: KVStore) -> list[torch.Tensor]:
@@ -108,50 +113,41 @@ def _is_close(actual: object, expected: object) -> bool:
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
     """Hosts a copy of a model without the user's hooks, compares it with the model, and returns the layout.
     Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
-    copy = copy_without_hooks(model)
+    copy, name = copy_without_hooks(model), type(model).__name__
     stored_model.set_int8(copy, False)
     external.replace_by_random_products(copy)
     positions.patch_position_ids(copy)
     mixers.patch_mixers(copy)
-    return _try_hosting(copy)
-
-
-def _try_hosting(copy: PreTrainedModel) -> KVLayout:
-    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout."""
-    name, implementation = type(copy).__name__, decoder_config(copy)._attn_implementation
     generator = torch.Generator().manual_seed(0)
-    shape = (_PREFIX_LEN + len(_TREE_MASK),)
+    implementation = decoder_config(copy)._attn_implementation
     vocab_size = stored.weight_shape(copy.get_input_embeddings())[0]
-    try:
-        # quiet() hides transformers' advice to install GPU kernels, which it also gives on a CPU.
-        with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
-            for _ in range(_MAX_TRIALS):
-                token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
-                hosting.set_attention(copy, implementation)
-                try:
-                    expected = _model_logits(copy, token_ids, bool(mixers.find_mixers(copy)))
-                except Exception as error:  # the model's own code may raise any type
-                    raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-                hosting.set_attention(copy)
-                try:
-                    agrees = _logits_agree(_hosted_logits(copy, token_ids), expected)
-                except LongdraftError:
-                    raise
-                except Exception as error:
-                    raise UnsupportedModelError(
-                        f"{name} computes attention with code of its own, so longdraft cannot host it "
-                        f"({reason_of(error)}): decode it with its own generate."
-                    ) from error
-                if agrees:
-                    break
-            else:
+    # quiet() hides transformers' advice to install GPU kernels, which it also gives on a CPU.
+    with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
+        for _ in range(_MAX_TRIALS):
+            token_ids = torch.randint(vocab_size, (_NUM_TOKENS,), generator=generator, device="cpu").tolist()
+            hosting.set_attention(copy, implementation)
+            try:
+                expected = _model_logits(copy, token_ids, bool(mixers.find_mixers(copy)))
+            except Exception as error:  # the model's own code may raise any type
+                raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
+            hosting.set_attention(copy)
+            try:
+                agrees = _logits_agree(_hosted_logits(copy, token_ids), expected)
+            except LongdraftError:
+                raise
+            except Exception as error:
                 raise UnsupportedModelError(
-                    f"{name} computes something else than attention to the text before each token (a bias, a mask of "
-                    "its own), so longdraft cannot host it exactly: decode it with its own generate."
-                )
-        return _trace_layout(copy, token_ids) if has_windows else traced_layouts[copy]
-    finally:
-        hosting.set_attention(copy, implementation)
+                    f"{name} computes attention with code of its own, so longdraft cannot host it "
+                    f"({reason_of(error)}): decode it with its own generate."
+                ) from error
+            if agrees:
+                break
+        else:
+            raise UnsupportedModelError(
+                f"{name} computes something else than attention to the text before each token (a bias, a mask of "
+                "its own), so longdraft cannot host it exactly: decode it with its own generate."
+            )
+    return _trace_layout(copy, token_ids) if has_windows else traced_layouts[copy]
 
 
 @contextmanager
@@ -201,9 +197,7 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool
 def _hosted_logits(copy: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Returns the logits of :func:`_model_logits`, computed with our attention and our store."""
     layout = traced_layouts[copy] = _trace_layout(copy, token_ids)
-    capacity = _PREFIX_LEN + len(_TREE_MASK)
-    store = KVStore(layout.shape, 1, capacity, copy.device)
-    store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
+    store = _new_store(copy, layout, slots=1)
     for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
         hosting.run(decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
