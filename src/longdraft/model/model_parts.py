@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -49,3 +50,8 @@ def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
     children = reversed(list(decoder_of(model).named_children()))
     # Gemma 3n and 4 also have a norm for per-layer embeddings, which is skipped.
     return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
+
+
+def takes_argument(module: nn.Module, name: str) -> bool:
+    """True if the forward of a module's class has an argument of this name."""
+    return name in inspect.signature(type(module).forward).parameters

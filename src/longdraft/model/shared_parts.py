@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
 from longdraft.model.layout import config_kv_shape
@@ -18,7 +17,6 @@ from longdraft.model.quant import stored
 from longdraft.model.rope import CosSin, rotary_module, takes_layer_type
 from longdraft.model.tensor_parallel import local_tensor
 from longdraft.native import QuantizedMatrix, kernels
-from longdraft.native.boundary import CPU_FLOAT32
 
 
 @dataclass(frozen=True)
@@ -109,22 +107,6 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     return weight.detach()
 
 
-def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
-    """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head.
-    Raises UnsupportedModelError if there is no such norm."""
-    size = int(decoder_config(model).hidden_size)
-    norm = norm_before_head(model)
-    x = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # RMSNorm of ones gives the weight, also if it is stored minus one. A norm that subtracts the mean gives zeros.
-    with torch.no_grad():
-        weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(x)[0].float()
-    if not bool(weight.any()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no RMSNorm before its head, so no draft heads can be trained for it."
-        )
-    return weight
-
-
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     """Describes a target for its drafts' folders: architecture, sizes, RoPE base and a digest of the weights.
 
@@ -153,8 +135,3 @@ def describe_config(model: PreTrainedModel) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "rope_theta": rope.get("rope_theta"),
     }
-
-
-def causal_lm_class_name(model_type: str) -> str | None:
-    """Returns the name of transformers' CausalLM class for a ``model_type``; None if the type is unknown."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -21,7 +21,7 @@ from longdraft.model.layers.layer_parts import (
     uses_gelu,
 )
 from longdraft.model.linear_attention.mixers import recurrent_states
-from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_parents, with_ancestors
+from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_orders
 from longdraft.model.model_copy import names_in_forward
 from longdraft.model.quant.stored import ArrangedLinear
 from longdraft.native.boundary import CPU_FLOAT32
@@ -89,13 +89,12 @@ def delta_layer_inputs(
     if not layers:
         yield None
         return
-    batch, states, start = ctx.batch, recurrent_states(ctx.store), ctx.batch.tree_offset  # start: the first new node
-    tree_orders = [TreeOrder(parents, with_ancestors(parents, start), start) for parents in tree_parents(batch)]
+    batch, states = ctx.batch, recurrent_states(ctx.store)
     states_by_layer = [[states.layer_state(slot, index) for slot in batch.slots] for index in layer_indices]
     inputs = [
         _sequence_inputs(layer, state, batch, order)
         for layer, sequence_states in zip(layers, states_by_layer, strict=True)
-        for state, order in zip(sequence_states, tree_orders, strict=True)
+        for state, order in zip(sequence_states, tree_orders(batch), strict=True)
     ]
     yield DeltaNetBatch(inputs, conv_input_indices(batch, layers[0].conv_kernel_size))
     for state in (state for sequence_states in states_by_layer for state in sequence_states):

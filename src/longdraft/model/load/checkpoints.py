@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -187,14 +187,6 @@ def check_gguf(file: Path) -> None:
         raise CheckpointError(
             f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."
         )
-
-
-def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults.
-    Raises ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
-    return completed
 
 
 @contextmanager

@@ -7,7 +7,6 @@ cache, or adds a bias to scores. Computing three tokens shows it. :func:`validat
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,7 +27,7 @@ from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layou
 from longdraft.model.linear_attention import mixers
 from longdraft.model.load.checkpoints import quiet
 from longdraft.model.model_copy import copy_without_hooks
-from longdraft.model.model_parts import context_length, decoder_config, decoder_of
+from longdraft.model.model_parts import context_length, decoder_config, decoder_of, takes_argument
 from longdraft.model.quant import external, stored, stored_model
 from longdraft.native.boundary import CPU_FLOAT32
 
@@ -172,7 +171,7 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
 def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool) -> torch.Tensor:
     """Returns logits (3, vocabulary) of the tree's nodes, from the model's own forward of each path.
     ``is_stepwise``: True computes the tokens after the prefix one by one, with the model's cache."""
-    logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
+    logits, takes_positions = [], takes_argument(copy, "position_ids")
 
     def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
         # ``generate`` passes positions too. Without them some models number tokens differently.
