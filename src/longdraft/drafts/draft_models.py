@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -82,11 +81,7 @@ def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> Pre
     A GGUF file's matrices stay quantised. Raises CheckpointError if the model cannot be read, or is incomplete."""
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
-    folder = Path(name).expanduser()
-    kwargs: dict[str, Any] = {}
-    if folder.is_dir():
-        name, kwargs = str(folder), {"use_safetensors": check_folder(folder), "local_files_only": True}
-    model = read_checkpoint(name, dtype, None, with_tokenizer=False, **kwargs).model
+    model = read_checkpoint(name, dtype, with_tokenizer=False).model
     return model.to(device).eval().requires_grad_(False)
 
 
