@@ -63,7 +63,7 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
     """Adds to ``info``: the loaded model, the size of its KV cache, and its attention path."""
     from longdraft.attention import dispatch
     from longdraft.model.gpu import cuda_graphs
-    from longdraft.model.layout import describe_layers, layout_of
+    from longdraft.model.layout import config_kv_shape, describe_layers
     from longdraft.model.quant.stored_model import num_parameters
 
     info["model"] |= {
@@ -73,7 +73,7 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
         "context_tokens": context_length(model), "kv_bytes_per_1k_tokens": None, "kv_tokens_that_fit": None,
     }  # fmt: skip
     try:
-        kv_shape = layout_of(model).shape
+        kv_shape = config_kv_shape(model) if runner is None else runner.execution_model.layout.shape
     except LongdraftError:
         return
     if runner is not None:  # the KV cache may have a smaller dtype than the model

@@ -24,7 +24,7 @@ from longdraft.model.fingerprint import placement_of, same_signature, signature
 from longdraft.model.layers import experts
 from longdraft.model.layers.batch_invariant import BatchInvariantMode
 from longdraft.model.layers.fused import FusedLayers
-from longdraft.model.layout import has_non_full_attention, layout_of, traced_layouts
+from longdraft.model.layout import config_layout, has_non_full_attention
 from longdraft.model.linear_attention import mixers
 from longdraft.model.model_copy import copy_model
 from longdraft.model.model_parts import decoder_of
@@ -51,7 +51,6 @@ class ExecutionModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.version = next(self._versions)
         self.model = copy_model(model)
-        traced_layouts.pop(model, None)  # the layout may be older than a change of the model
         external.remove_wrappers(self.model)
         hosting.set_attention(self.model)
         positions.patch_position_ids(self.model)
@@ -60,25 +59,20 @@ class ExecutionModel:
         is_sharded, has_windows_or_states = tp_rank_of(model) is not None, has_non_full_attention(model)
         if is_sharded and has_windows_or_states:
             raise UnsupportedModelError("Models with windows or recurrent layers need one process, without torchrun.")
-        if has_windows_or_states:
-            self._validate(model)
-        self.fused = FusedLayers(self.model)
+        layout = validate_hosting(model) if has_windows_or_states else None
+        self.fused = FusedLayers(self.model, layout)
         # If the model is a causal decoder with a head and no more, FusedLayers has compared all that it computes.
         is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
         is_decoder_with_head = is_causal and decoder_of(model) is model.base_model
         is_validated = self.fused.stack is not None and is_decoder_with_head and not replaced_functions(model)
-        if not (is_validated or is_sharded or has_windows_or_states):
-            self._validate(model)
-        self.layout = layout_of(self.model)
+        if layout is None and not (is_validated or is_sharded):
+            layout = validate_hosting(model)
+        self.layout = layout or config_layout(self.model)
         external.make_batch_invariant(self.model)
         experts.make_batch_invariant(self.model)
         self._batch_invariant = kernels() is not None and self.model.device.type == "cpu"
         self._layers_with_hooks: set[int] = set()
         self._placement = placement_of(model)
-
-    def _validate(self, model: PreTrainedModel) -> None:
-        """Compares hosted logits with the model's own."""
-        traced_layouts[model] = traced_layouts[self.model] = validate_hosting(model)
 
     @cached_property
     def shared_parts(self) -> SharedParts:

@@ -26,7 +26,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore, LayerStates
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_of
+from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation
 from longdraft.model.model_parts import decoder_config, decoder_layers
 
 ATTENTION_NAME = "longdraft"
@@ -189,17 +189,17 @@ def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) 
         config._attn_implementation = implementation
 
 
-def new_layer_states(
-    model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
-) -> list[LayerStates]:
-    """Makes the window caches and recurrent states of a store with ``slots`` sequences of ``capacity`` KV entries.
+def attach_states(store: KVStore, layout: KVLayout, transposed: bool = False, dtype: torch.dtype | None = None) -> None:
+    """Makes a store's window caches and recurrent states.
     ``transposed``: layout of the window caches' keys. ``dtype``: their dtype; None: the model's."""
-    layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:
         shapes = tuple(replace(shape, dtype=dtype) for shape in shapes)
-    states: list[LayerStates] = [WindowKVCache(shape, slots, capacity, model.device, transposed) for shape in shapes]
-    return [*states, RecurrentStates(layout.recurrent, slots, model.device)] if layout.recurrent else states
+    slots, device = store.slots, store.device
+    states: list[LayerStates] = [WindowKVCache(shape, slots, store.capacity, device, transposed) for shape in shapes]
+    if layout.recurrent:
+        states.append(RecurrentStates(layout.recurrent, slots, device))
+    store.attach_states(*states)
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -118,15 +117,9 @@ class KVLayout(NamedTuple):
     recurrent: Mapping[int, RecurrentShape] = {}
 
 
-traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary()
-"""Model whose forward was traced -> its layout."""
-
-
-def layout_of(model: PreTrainedModel) -> KVLayout:
-    """Returns a model's layout: the traced one, or without a trace full attention in all layers of the configuration.
+def config_layout(model: PreTrainedModel) -> KVLayout:
+    """Returns the layout of a model whose layers all have full attention, from its configuration.
     Raises UnsupportedModelError if the model has no attention heads."""
-    if (traced := traced_layouts.get(model)) is not None:
-        return traced
     shape = config_kv_shape(model)
     return KVLayout(tuple(KVLocation(None, i) for i in range(shape.layers)), shape)
 

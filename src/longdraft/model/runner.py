@@ -24,7 +24,6 @@ from longdraft.model import fingerprint, hosting, support
 from longdraft.model.execution_model import ExecutionModel, host_model
 from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
 from longdraft.model.gpu.deterministic import FixedRows
-from longdraft.model.layout import layout_of
 from longdraft.model.load.eos_tokens import config_eos_ids
 from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, nan_logits_error
@@ -84,7 +83,7 @@ class TargetRunner:
             offloading.check(offload, model.device)
             self._host = host_model(model)
             self.lock = self._host.lock
-            shape = layout_of(model).shape
+            shape = self.execution_model.layout.shape
             self.num_layers = len(decoder_layers(model))
         self.kv_shape = shape if self.tp_rank is None else self.tp_rank.local_kv_shape(shape)
         self.context_length = context_length(model)
@@ -282,8 +281,7 @@ class TargetRunner:
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
             window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype
             windows_transposed = transposed or window_dtype != self.kv_shape.dtype
-            model = self.execution_model.model
-            store.attach_states(*hosting.new_layer_states(model, slots, capacity, windows_transposed, window_dtype))
+            hosting.attach_states(store, self.execution_model.layout, windows_transposed, window_dtype)
         return store
 
     @torch.inference_mode()

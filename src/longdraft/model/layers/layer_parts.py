@@ -15,7 +15,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model.called_functions import is_library_code
 from longdraft.model.layers.skinny_gemm import is_dtensor, kernel_weights_of
-from longdraft.model.layout import KVLocation, layout_of
+from longdraft.model.layout import KVLayout, KVLocation
 from longdraft.model.model_parts import decoder_config, decoder_layers, decoder_of
 from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
 from longdraft.native import AttentionMetadata, DecoderLayer
@@ -211,9 +211,9 @@ class LayerKinds(NamedTuple):
     rotary: nn.Module
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
+    def from_model(cls, model: PreTrainedModel, layout: KVLayout) -> LayerKinds | None:
         """Finds the kinds. Returns None without rotary embedding, or if a layer attends twice or reads another's KV."""
-        layers, layout, rotary = decoder_layers(model), layout_of(model), rotary_module(model)
+        layers, rotary = decoder_layers(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]
         num_attention, num_recurrent = sum(has_attention), len(layers) - sum(has_attention)
         if rotary is None or (num_attention, num_recurrent) != (len(layout.locations), len(layout.recurrent)):

@@ -23,7 +23,7 @@ from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model import hosting, positions
 from longdraft.model.compat import CACHE_NAMES
-from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
+from longdraft.model.layout import AttentionTrace, KVLayout, build_layout
 from longdraft.model.linear_attention import mixers
 from longdraft.model.load.checkpoints import quiet
 from longdraft.model.model_copy import copy_without_hooks
@@ -53,10 +53,10 @@ ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterab
 
 
 @torch.inference_mode()
-def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
+def outputs_agree(model: PreTrainedModel, layout: KVLayout, compute: ComputePairs) -> bool:
     """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
     One of two sequences is near position 0, the other at the context's end. ``compute`` runs layers and kernels."""
-    layout, vocab_size = layout_of(model), int(decoder_config(model).vocab_size)
+    vocab_size = int(decoder_config(model).vocab_size)
     stores = [_new_store(model, layout, slots=2) for _ in range(2)]
     for store in stores:
         for tensor in _store_tensors(store):  # both stores get the same random numbers
@@ -76,7 +76,7 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
 
 def _new_store(model: PreTrainedModel, layout: KVLayout, slots: int) -> KVStore:
     store = KVStore(layout.shape, slots, _NUM_TOKENS, model.device)
-    store.attach_states(*hosting.new_layer_states(model, slots, _NUM_TOKENS))
+    hosting.attach_states(store, layout)
     return store
 
 
@@ -131,7 +131,8 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
                 raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
             hosting.set_attention(copy)
             try:
-                agrees = _logits_agree(_hosted_logits(copy, token_ids), expected)
+                layout = _trace_layout(copy, token_ids)
+                agrees = _logits_agree(_hosted_logits(copy, layout, token_ids), expected)
             except LongdraftError:
                 raise
             except Exception as error:
@@ -146,7 +147,7 @@ def validate_hosting(model: PreTrainedModel) -> KVLayout:
                 f"{name} computes something else than attention to the text before each token (a bias, a mask of "
                 "its own), so longdraft cannot host it exactly: decode it with its own generate."
             )
-    return _trace_layout(copy, token_ids) if has_windows else traced_layouts[copy]
+    return _trace_layout(copy, token_ids) if has_windows else layout
 
 
 @contextmanager
@@ -193,9 +194,8 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool
 
 
 @torch.inference_mode()
-def _hosted_logits(copy: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+def _hosted_logits(copy: PreTrainedModel, layout: KVLayout, token_ids: list[int]) -> torch.Tensor:
     """Returns the logits of :func:`_model_logits`, computed with our attention and our store."""
-    layout = traced_layouts[copy] = _trace_layout(copy, token_ids)
     store = _new_store(copy, layout, slots=1)
     for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
