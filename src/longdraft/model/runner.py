@@ -101,7 +101,7 @@ class TargetRunner:
         self.default_kv_dtype = torch.bfloat16 if kv_in_16_bits else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.default_kv_dtype
         if self.kv_is_rounded:
-            self._check_kv_dtype("kv_dtype", self.kv_dtype)
+            support.check_kv_dtype(self, "kv_dtype", self.kv_dtype)
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         layout = self.execution_model.layout
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
@@ -111,10 +111,6 @@ class TargetRunner:
         self._arena, self._resident_arena = BufferArena(), BufferArena()
         self._structure, self._first_compat_key = fingerprint.structure_of(model), self.store_compat_key
         self._fixed_rows = self._make_fixed_rows() if deterministic else None
-
-    def _check_kv_dtype(self, option: str, dtype: torch.dtype) -> None:
-        where = self.device, self.attention_path, self.offload is not None
-        support.check_kv_dtype(option, dtype, self.kv_shape, *where)
 
     def _make_fixed_rows(self) -> FixedRows | None:
         """Makes plain steps and verifications agree to the bit. Returns None on a CPU with our kernels, where they do.
@@ -230,8 +226,8 @@ class TargetRunner:
 
     @property
     def can_round_kv(self) -> bool:
-        """True if the attention path reads KV in any dtype."""
-        return support.can_round_kv(self.attention_path, self.kv_shape.dtype)
+        """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
+        return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -269,7 +265,7 @@ class TargetRunner:
         hidden_size = int(decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_dtype:
-            self._check_kv_dtype("view_dtype", dtype)
+            support.check_kv_dtype(self, "view_dtype", dtype)
         capacity = capacity + self.graphs.extra_kv_entries(slots) + (self.fixed_batch_rows or 0)
         arena = self._resident_arena if resident and self.buffer_arena is not None else self.buffer_arena
         is_rounded = dtype != self.kv_shape.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as modules
@@ -14,13 +14,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
-from longdraft.memory.store import KVShape
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
 from longdraft.model.layout import sparse_layer_types
 from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
 from longdraft.model.quant import external
 from longdraft.model.quant.stored import StoredWeights, weight_shape
 from longdraft.model.rope import rope_parameters, rope_type
+
+if TYPE_CHECKING:
+    from longdraft.model.runner import TargetRunner
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
 # PEFT type that longdraft cannot host -> the reason, as a message states it.
@@ -155,25 +157,18 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
         )
 
 
-def can_round_kv(attention_path: str, dtype: torch.dtype) -> bool:
-    """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
-    return attention_path == "cpu" and dtype == torch.float32
-
-
-def check_kv_dtype(
-    option: str, dtype: torch.dtype, shape: KVShape, device: torch.device, attention_path: str, is_offloaded: bool
-) -> None:
-    """Raises CapabilityError if no attention path of this machine reads KV of this shape in ``dtype``.
+def check_kv_dtype(runner: TargetRunner, option: str, dtype: torch.dtype) -> None:
+    """Raises CapabilityError if no attention path of this machine reads the target's KV in ``dtype``.
     ``option`` is the user's option: "kv_dtype" for all KV, or "view_dtype" for the KV of a view, which stays here."""
-    for_view = option == "view_dtype"
-    if is_offloaded and not for_view:
+    for_view, shape, device = option == "view_dtype", runner.kv_shape, runner.device
+    if runner.offload is not None and not for_view:
         reason = "offloaded KV has the model's dtype"
-    elif dtype == shape.dtype or can_round_kv(attention_path, shape.dtype):
+    elif dtype == shape.dtype or runner.can_round_kv:
         return
     elif shape.padded:
         reason = "the model has keys and values of several sizes"
     elif device.type != "cuda":
-        setup = f"{shape.dtype} on {device} ({attention_path})"
+        setup = f"{shape.dtype} on {device} ({runner.attention_path})"
         reason = f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"
     elif dtype == torch.int8:
         return

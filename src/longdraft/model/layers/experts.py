@@ -95,9 +95,7 @@ def _kernel_forward(module: Any) -> Callable[..., torch.Tensor]:
         parameters = [module._parameters.get(name) for name in names]
         if not cached or any(a is not b for a, b in zip(cached, parameters, strict=False)):
             experts = _experts_of(module, names)
-            if any(
-                parameter is None for parameter in parameters
-            ):  # an adapter put a tensor of this forward in its place
+            if any(p is None for p in parameters):  # an adapter put a tensor of this forward in its place
                 return experts
             cached[:] = [*parameters, experts]
         result: Experts | None = cached[-1]
