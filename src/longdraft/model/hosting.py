@@ -111,8 +111,7 @@ class ForwardContext:
             if location.writes_kv:
                 self.store.write(location.layer, key, value, self.batch)
             return self.batch, self.store.layer(location.layer)
-        caches = [states for states in self.store.states if isinstance(states, WindowKVCache)]
-        cache = caches[location.window_index]
+        cache = window_cache(self.store, location.window_index)
         buffer_batch = cache.batch_in_buffer(self.batch)
         if location.writes_kv:
             cache.write(location.layer, key, value, buffer_batch)
@@ -187,6 +186,16 @@ def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) 
     configs = (getattr(module, "config", None) for module in model.modules())
     for config in (model_config, *(c for c in configs if type(c) is type(model_config))):
         config._attn_implementation = implementation
+
+
+def window_cache(store: Any, index: int) -> WindowKVCache:
+    """Returns the window cache of a store with this index in :attr:`KVLayout.windows`."""
+    return [states for states in store.states if isinstance(states, WindowKVCache)][index]
+
+
+def recurrent_states(store: KVStore) -> RecurrentStates:
+    """Returns the states of a store's recurrent layers."""
+    return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
 def attach_states(store: KVStore, layout: KVLayout, transposed: bool = False, dtype: torch.dtype | None = None) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention.forward_batch import ForwardBatch
-from longdraft.memory.windows import WindowKVCache
 from longdraft.model.called_functions import is_library_code
+from longdraft.model.hosting import window_cache
 from longdraft.model.layers.skinny_gemm import is_dtensor, kernel_weights_of
 from longdraft.model.layout import KVLayout, KVLocation
 from longdraft.model.model_parts import decoder_config, decoder_layers, decoder_of
@@ -262,7 +262,7 @@ def _kernel_inputs_of_kind(
     """Returns the batch for the layers of one kind, and the keys and values of the cache that these layers read."""
     cache = store
     if window_index is not None:
-        cache = [cache for cache in store.states if isinstance(cache, WindowKVCache)][window_index]
+        cache = window_cache(store, window_index)
         batch = cache.batch_in_buffer(batch)
     mask, is_prefill_chunk = batch.mask, batch.is_prefill and batch.mask is None and not batch.tree_offset
     # The kernels compute a long prefill chunk in a causal mode: a mask for it would take quadratic memory.

@@ -10,7 +10,7 @@ from torch import nn
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.recurrent import RecurrentLayerState
-from longdraft.model.hosting import ForwardContext
+from longdraft.model.hosting import ForwardContext, recurrent_states
 from longdraft.model.layers.layer_parts import (
     LINEAR_NAMES,
     LLAMA_NORMS,
@@ -20,7 +20,6 @@ from longdraft.model.layers.layer_parts import (
     norms_of,
     uses_gelu,
 )
-from longdraft.model.linear_attention.mixers import recurrent_states
 from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_orders
 from longdraft.model.model_copy import names_in_forward
 from longdraft.model.quant.stored import ArrangedLinear

@@ -23,10 +23,9 @@ from transformers.activations import ACT2FN
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import UnsupportedModelError
-from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, RecurrentStates, StateCheckpoint
-from longdraft.memory.store import KVStore
+from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, StateCheckpoint
 from longdraft.model.compat import CACHE_NAMES
-from longdraft.model.hosting import current_forward, current_trace
+from longdraft.model.hosting import current_forward, current_trace, recurrent_states
 from longdraft.model.layers.batch_invariant import in_full_vectors, outside_mode
 from longdraft.model.layout import AttentionTrace
 from longdraft.model.linear_attention.recurrences import RECURRENCES, Recurrence, bind_arguments, step_function
@@ -346,11 +345,6 @@ class _TreeAdapter(_StateCacheAdapter):
             if node >= self._batch.tree_offset:
                 outputs.append(out)
         return torch.stack(outputs)
-
-
-def recurrent_states(store: KVStore) -> RecurrentStates:
-    """Returns the states of a store's recurrent layers."""
-    return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
 def apply_pending(recurrence: Recurrence, layer_state: RecurrentLayerState, arguments: dict[str, Any]) -> torch.Tensor:
