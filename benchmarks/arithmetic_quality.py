@@ -26,7 +26,7 @@ import torch
 import longdraft
 from longdraft.bench import machine
 from longdraft.bench.tasks import read_samples
-from longdraft.model.chat import encode
+from longdraft.engine.chat import encode
 from longdraft.model.runner import TargetRunner
 
 SCORED = 256

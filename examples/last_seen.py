@@ -35,7 +35,7 @@ def main() -> None:
     from pathlib import Path
 
     import longdraft
-    from longdraft.model.chat import chat_prompt
+    from longdraft.engine.chat import chat_prompt
 
     model, tokenizer = longdraft.load()
     source = Path(textwrap.__file__).read_text(encoding="utf-8")[:6000]

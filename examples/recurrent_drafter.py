@@ -183,7 +183,7 @@ QUESTIONS = ("Why is the sky blue?", "How do I boil an egg?", "What is a prime n
 
 def main() -> None:
     """Learns four answers by heart and drafts them: a demonstration. A draft to use takes more text."""
-    from longdraft.model.chat import chat_prompt
+    from longdraft.engine.chat import chat_prompt
     from longdraft.training.config import RunConfig
 
     model, tokenizer = longdraft.load()

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 import longdraft
-from longdraft.model.chat import chat_prompt
+from longdraft.engine.chat import chat_prompt
 
 console = Console(highlight=False, markup=False)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from longdraft import errors
 from longdraft.errors import LongdraftError
-from longdraft.model.gc_pause import gc_paused
+from longdraft.model.load.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from longdraft.engine.request import Request
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from longdraft.engine.session import Generation, Session
     from longdraft.engine.stats import Result, Step
     from longdraft.memory.prompt_cache import PromptCache
-    from longdraft.model.checkpoints import LoadedModel
-    from longdraft.model.loading import load
+    from longdraft.model.load.checkpoints import LoadedModel
+    from longdraft.model.load.loading import load
     from longdraft.registry import compose, methods, register
     from longdraft.speculator import Speculator
 
@@ -43,8 +43,8 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "engine.request": "Request", "engine.sampler": "Sampling", "engine.session": "Generation Session",
-    "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "model.checkpoints": "LoadedModel",
-    "model.loading": "load", "registry": "compose methods register", "speculator": "Speculator",
+    "engine.stats": "Result Step", "memory.prompt_cache": "PromptCache", "model.load.checkpoints": "LoadedModel",
+    "model.load.loading": "load", "registry": "compose methods register", "speculator": "Speculator",
 }  # fmt: skip
 _MODULES_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

@@ -16,12 +16,12 @@ from longdraft.drafters.shared.suffix_matches import RequestHistory
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.drafts import hub, shipped
 from longdraft.drafts.draft import Draft
+from longdraft.drafts.draft_models import origin_of
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.verifier import Verifier
 from longdraft.errors import CapabilityError, CheckpointError, UnsupportedModelError
 from longdraft.folders import is_gguf
 from longdraft.method import Method
-from longdraft.model.draft_models import origin_of
 from longdraft.model.runner import TargetRunner
 from longdraft.options import listed, unknown_option_error
 from longdraft.registry import DEFAULT_DRAFTERS, DEFAULT_METHODS, KINDS, METHODS, get_method, kind_of

@@ -26,10 +26,10 @@ from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.method import Method
 from longdraft.model import support
-from longdraft.model.checkpoints import Progress
 from longdraft.model.execution_model import model_lock
+from longdraft.model.load.checkpoints import Progress
+from longdraft.model.probes.user_code import reason_against_drafts
 from longdraft.model.runner import TargetRunner
-from longdraft.model.user_code import reason_against_drafts
 from longdraft.options import whole_number
 from longdraft.planning.costs import fraction_reporter
 from longdraft.planning.planner import Planner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from longdraft import Speculator, load
-from longdraft.model.chat import encode_conversation
+from longdraft.engine.chat import encode_conversation
 
 
 @pytest.fixture

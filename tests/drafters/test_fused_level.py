@@ -12,8 +12,8 @@ from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.fused_level import FusedLevel
 from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.quant.stored import quantize_for_draft
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import quantize_for_draft
 from longdraft.native import QuantizedMatrix, build, kernels
 from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 from tests.native.levels import kernels_of

@@ -10,9 +10,9 @@ import torch
 from longdraft import Speculator, load
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model import stored_model
+from longdraft.model.quant import stored_model
+from longdraft.model.quant.stored import StoredEmbedding, StoredLinear
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import StoredEmbedding, StoredLinear
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
 from tests.support.tiny import tiny_model

@@ -16,7 +16,7 @@ import pytest
 
 import longdraft
 from longdraft import PromptCache, Result, Speculator
-from longdraft.model.chat import chat_prompt
+from longdraft.engine.chat import chat_prompt
 from longdraft.registry import METHODS
 from tests.support.slow_marks import slow_except
 

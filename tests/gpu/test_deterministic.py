@@ -16,6 +16,7 @@ from longdraft.errors import CapabilityError
 from longdraft.model.gpu import deterministic
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.outputs import Taps
+from longdraft.model.probes.linears import check_linears
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.masks import make_tree_batch
 from longdraft.trees.tree import TokenTree
@@ -145,8 +146,8 @@ class ByNeighbours(torch.nn.Linear):
 def test_products_that_depend_on_a_rows_place_are_refused(kind):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), kind(8, 16))
     with pytest.raises(CapabilityError, match="deterministic"):
-        deterministic.check_linears(model, 64)
-    deterministic.check_linears(model[:1], 64)
+        check_linears(model, 64)
+    check_linears(model[:1], 64)
 
 
 def test_where_it_cannot_be_kept_it_is_refused(simulated_gpu):

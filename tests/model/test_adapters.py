@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 import longdraft
 from longdraft import PromptCache, Speculator
 from longdraft.errors import CheckpointError, UnsupportedModelError
+from longdraft.model.quant.stored import StoredLinear
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import StoredLinear
 from tests.native.levels import needs_kernels
 from tests.support.quantised_folders import NEW, PROMPTS, SIZES, own_tokens, plain_folder, quantised_folder
 from tests.support.tiny import tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longdraft.model.batch_invariant import BatchInvariantMode
+from longdraft.model.layers.batch_invariant import BatchInvariantMode
 from tests.native.levels import needs_kernels
 
 G = torch.Generator().manual_seed(0)

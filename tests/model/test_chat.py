@@ -9,8 +9,8 @@ from tokenizers import Regex, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from longdraft.engine.chat import chat_prompt, encode, encode_conversation
 from longdraft.errors import PromptError
-from longdraft.model.chat import chat_prompt, encode, encode_conversation
 from tests.support.tiny import tiny_tokenizer
 
 

@@ -12,9 +12,9 @@ import torch
 
 import longdraft
 from longdraft import load
+from longdraft.engine.chat import chat_prompt
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import cache_folder
-from longdraft.model.chat import chat_prompt
 from longdraft.model.runner import TargetRunner
 from longdraft.native.quantized_matrix import QUANT_SIZES
 from tests.support.gguf_files import ids, write_gguf

@@ -14,7 +14,7 @@ from transformers.integrations import ggml
 import longdraft
 from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.stored_model import has_stored_weights
+from longdraft.model.quant.stored_model import has_stored_weights
 from longdraft.native import kernels
 from tests.support.gguf_architectures import ARCHITECTURES, write
 from tests.support.gguf_files import write_gguf

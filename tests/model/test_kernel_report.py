@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from longdraft import native
-from longdraft.model.kernel_report import kernel_report
+from longdraft.cli.kernel_report import kernel_report
+from longdraft.model.quant.stored_model import num_parameters, store_half_weights
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import num_parameters, store_half_weights
 from longdraft.native.build import LEVEL_NAMES
 from tests.native.levels import needs_kernels
 from tests.support.tiny import tiny_model

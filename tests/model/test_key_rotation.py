@@ -13,8 +13,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from longdraft.drafters.shared.key_rotation import KeyRotation
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from tests.support.forwards import forward
 from tests.support.tiny import FAMILIES, tiny_model

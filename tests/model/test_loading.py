@@ -17,7 +17,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from longdraft import load
 from longdraft.errors import CapabilityError, CheckpointError, ContextError
-from longdraft.model.loading import resolve_dtype
+from longdraft.model.load.loading import resolve_dtype
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 CONTEXT = 64

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import huge_pages, load
 from longdraft.errors import CapabilityError
+from longdraft.model.layers.skinny_gemm import patch_linears
+from longdraft.model.quant.stored import StoredEmbedding, StoredLinear
+from longdraft.model.quant.stored_model import dequantize_model, is_repacked
 from longdraft.model.runner import TargetRunner
-from longdraft.model.skinny_gemm import patch_linears
-from longdraft.model.stored import StoredEmbedding, StoredLinear
-from longdraft.model.stored_model import dequantize_model, is_repacked
 from tests.native.levels import needs_kernels
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longdraft import Speculator, load
-from longdraft.model.experts import store_half_experts
+from longdraft.model.layers.experts import store_half_experts
+from longdraft.model.quant.stored_model import store_half_weights
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import store_half_weights
 from tests.native.levels import needs_kernels
 from tests.support.gguf_architectures import write
 from tests.support.recurrent_models import FAMILIES, KINDS, recurrent_model

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.model.stored import quantize_for_draft
+from longdraft.model.quant.stored import quantize_for_draft
 from longdraft.native import QuantizedMatrix
 from longdraft.native.boundary import address
 from longdraft.native.experts import ExpertWeights, GroupedGemm

@@ -17,10 +17,9 @@ from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
-from longdraft.drafts import draft_folder
+from longdraft.drafts import draft_folder, small_llama
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
-from longdraft.model import small_llama
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe_target
 from tests.support.tiny import Family, tiny_model

@@ -10,9 +10,9 @@ from longdraft import Speculator, load
 from longdraft.drafters.eagle import EagleBlock, EagleDraft
 from longdraft.drafts.eagle_formats import EagleShape
 from longdraft.errors import ConfigError
+from longdraft.model.model_parts import norm_before_head
 from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import norm_before_head
 from longdraft.training.config import EagleConfig
 from longdraft.training.documents import Document
 from longdraft.training.eagle import EagleTrainer

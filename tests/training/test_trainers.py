@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from longdraft import Speculator
-from longdraft.drafts import draft_folder
-from longdraft.model import small_llama
+from longdraft.drafts import draft_folder, small_llama
 from longdraft.model.rope import make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import EVAL_DEPTH, LmConfig

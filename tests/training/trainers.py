@@ -12,8 +12,8 @@ from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
+from longdraft.drafts import small_llama
 from longdraft.drafts.eagle_formats import Eagle3Shape
-from longdraft.model import small_llama
 from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig

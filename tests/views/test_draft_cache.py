@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft.drafters.shared.key_rotation import KeyRotation
 from longdraft.drafters.small_lm import make_repositioned_cache
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.runner import TargetRunner
 from longdraft.views import draft_cache
 from longdraft.views.draft_cache import DraftCache

@@ -13,7 +13,7 @@ from longdraft.batch.output import OutputFile
 from longdraft.batch.rows import Defaults, InputLine, Row
 from longdraft.engine.session import Session
 from longdraft.errors import CapabilityError, LongdraftError
-from longdraft.model.checkpoints import Progress
+from longdraft.model.load.checkpoints import Progress
 from longdraft.serve.choice import SpecDecodingStats
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service

@@ -30,7 +30,7 @@ from longdraft.bench.run import Bench
 from longdraft.bench.settings import Settings
 from longdraft.drafts import shipped
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
-from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.load.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.registry import METHODS
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from longdraft.engine.chat import chat_prompt, encode, encode_conversation
 from longdraft.errors import ContextError
-from longdraft.model.chat import chat_prompt, encode, encode_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -147,7 +147,7 @@ def _read_lines(file: Any, stem: str, limit: int | None) -> Iterator[Example]:
 
 def _load_dataset(origin: str, stem: str, limit: int | None, make_error: MakeError, **kwargs: Any) -> list[Example]:
     """Reads rows by ``datasets.load_dataset(**kwargs)``. Raises ``make_error(reason)`` if the library fails."""
-    from longdraft.model.checkpoints import quiet
+    from longdraft.model.load.checkpoints import quiet
 
     try:
         from datasets import load_dataset

@@ -26,13 +26,13 @@ from longdraft.bench.tasks import read_document
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.engine import sequence
+from longdraft.engine.chat import encode
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler, Sampling
 from longdraft.engine.verifier import Verifier, VerifyOutput
 from longdraft.errors import PromptError
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.chat import encode
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.registry import get_method

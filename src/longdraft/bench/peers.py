@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longdraft.bench.contenders import Contender, Job, Run, weight_formats
 from longdraft.engine.sampler import WindowedRepetitionPenalty
-from longdraft.model.checkpoints import quiet
+from longdraft.model.load.checkpoints import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

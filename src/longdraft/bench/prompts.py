@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longdraft.bench.data import Sample, ShortTextPolicy, encode_truncated
 from longdraft.bench.settings import Settings
 from longdraft.errors import ContextError, PromptError
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 if TYPE_CHECKING:

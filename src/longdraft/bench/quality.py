@@ -47,7 +47,7 @@ from longdraft.bench.ties import first_difference, forward_in_chunks
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.specpv import SpecPV
 from longdraft.metrics import tokens_per_second
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.options import whole_number
 from longdraft.recipes import resolve
 from longdraft.registry import get_method

@@ -14,7 +14,7 @@ from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint, jsonable, make_header
 from longdraft.bench.run import Bench
 from longdraft.bench.tables import environment_info
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 FORMAT, VERSION = "longdraft-bench", 1

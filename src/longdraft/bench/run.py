@@ -28,7 +28,7 @@ from longdraft.engine.text_codec import TextCodec
 from longdraft.memory import memory_info
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.metrics import TokenCounts
-from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.load.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 
 WARM_UP_PROMPT_TOKENS, WARM_UP_NEW_TOKENS = 64, 4  # enough to run all code once

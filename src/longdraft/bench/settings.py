@@ -16,7 +16,7 @@ from longdraft.engine.sampler import Sampling
 from longdraft.errors import UnknownMethodError
 from longdraft.folders import is_gguf
 from longdraft.memory import offload as offloading
-from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.load.checkpoints import LoadedModel, Progress
 from longdraft.options import whole_number
 from longdraft.planning import plans
 from longdraft.recipes import resolve

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from longdraft.bench.data import Sample
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.model.chat import apply_chat_template, chat_template_arguments
+from longdraft.engine.chat import apply_chat_template, chat_template_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

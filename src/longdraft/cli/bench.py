@@ -89,7 +89,7 @@ def bench(
     from longdraft.bench.results import bench_header
     from longdraft.bench.run import BatchResult, Bench
     from longdraft.bench.settings import Settings
-    from longdraft.model.stored_model import has_stored_weights
+    from longdraft.model.quant.stored_model import has_stored_weights
     from longdraft.registry import kind_of
 
     if quick:

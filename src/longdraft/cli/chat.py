@@ -16,8 +16,8 @@ import longdraft
 from longdraft.cli import console, method_options, options, prompt_input
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import TextOutput, display_run
+from longdraft.engine.chat import encode_conversation
 from longdraft.errors import ContextError, LongdraftError, RequestError
-from longdraft.model.chat import encode_conversation
 
 
 def chat(

@@ -15,6 +15,7 @@ from longdraft.cli import console, options
 from longdraft.drafts import shipped
 from longdraft.errors import LongdraftError
 from longdraft.memory import memory_info
+from longdraft.model.model_parts import context_length
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -31,7 +32,7 @@ def doctor(
 ) -> None:
     """Check machine, model and drafts. The exit code is 1 if the model, or the draft in --draft, cannot be used."""
     from longdraft.bench import machine
-    from longdraft.model.kernel_report import kernel_report
+    from longdraft.cli.kernel_report import kernel_report
     from longdraft.model.runner import TargetRunner
 
     with console.status() as status:
@@ -61,19 +62,18 @@ def doctor(
 def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) -> None:
     """Adds to ``info``: the loaded model, the size of its KV cache, and its attention path."""
     from longdraft.attention import dispatch
-    from longdraft.model import hosting
     from longdraft.model.gpu import cuda_graphs
-    from longdraft.model.layout import describe_layers, layout_of
-    from longdraft.model.stored_model import num_parameters
+    from longdraft.model.layout import config_kv_shape, describe_layers
+    from longdraft.model.quant.stored_model import num_parameters
 
     info["model"] |= {
         "name": model.name_or_path or type(model).__name__, "class": type(model).__name__,
         "parameters": num_parameters(model), "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device), "layers": describe_layers(model),
-        "context_tokens": hosting.context_length(model), "kv_bytes_per_1k_tokens": None, "kv_tokens_that_fit": None,
+        "context_tokens": context_length(model), "kv_bytes_per_1k_tokens": None, "kv_tokens_that_fit": None,
     }  # fmt: skip
     try:
-        kv_shape = layout_of(model).shape
+        kv_shape = config_kv_shape(model) if runner is None else runner.execution_model.layout.shape
     except LongdraftError:
         return
     if runner is not None:  # the KV cache may have a smaller dtype than the model

@@ -63,15 +63,15 @@ def _export_quantized(draft: Path, out: Path, bits: int) -> None:
 
 def _export_speculators(draft: Path, out: Path, verifier: str, max_position: int, speculative_tokens: int) -> list[str]:
     """Writes a draft in the layout of speculators, for vLLM. Returns notes for the user."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     from longdraft.drafts.speculators import to_speculators
-    from longdraft.model.shared_parts import causal_lm_class_name
     from longdraft.registry import kind_of
 
     kind = kind_of(draft)
     if kind.name != "eagle3":
         raise CapabilityError(f"{draft} holds a draft for {kind.name}; only drafts for eagle3 can be exported to vLLM.")
     loaded: Any = kind.load(draft)
-    model_type = loaded.required_target.get("model_type")
-    architecture = causal_lm_class_name(model_type) if model_type else None
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(loaded.required_target.get("model_type"))
     with options.settings_checked():
         return to_speculators(loaded, out, verifier, architecture, max_position, speculative_tokens)

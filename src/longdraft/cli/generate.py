@@ -13,8 +13,8 @@ from longdraft.cli import console, method_options, options, processes, prompt_in
 from longdraft.cli.cancel import CTRL_C_EXIT_CODE, Cancel
 from longdraft.cli.display import TextOutput, display_run
 from longdraft.cli.figures import comparison_json, comparison_view, footer, result_json
+from longdraft.engine.chat import chat_prompt, encode
 from longdraft.errors import CheckpointError
-from longdraft.model.chat import chat_prompt, encode
 from longdraft.options import whole_number
 
 
@@ -47,8 +47,8 @@ def generate(
     method, method_args = decoding.resolve(method, option)
     decoding.model_options.preload()
     # Slow imports come after the check of options.
+    from longdraft.cli.kernel_report import kernel_report
     from longdraft.engine.request import normalize_stop
-    from longdraft.model.kernel_report import kernel_report
 
     with options.settings_checked():
         sampling = sampling_options.sampling()

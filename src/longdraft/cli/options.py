@@ -23,10 +23,10 @@ from longdraft import huge_pages
 from longdraft.cli import console, processes
 from longdraft.errors import LongdraftError, values_checked
 from longdraft.memory import memory_info
-from longdraft.model.embedded import EMBEDDED_ID
+from longdraft.model.load.embedded import EMBEDDED_ID
 
 if TYPE_CHECKING:
-    from longdraft.model.checkpoints import Progress
+    from longdraft.model.load.checkpoints import Progress
 
 # Panel of ``--help`` -> the parameters that it shows, in any command. Other parameters have no panel and come first.
 _PANELS = {
@@ -257,7 +257,7 @@ class ModelOptions(OptionGroup):
         self.preload()
         import torch
 
-        from longdraft.model import loading
+        from longdraft.model.load import loading
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)

@@ -59,7 +59,7 @@ def reproduce(
     from longdraft.bench.reproduce.run import prepare
     from longdraft.bench.reproduce.scaled import ScaledTable
     from longdraft.bench.reproduce.sources import SampleSources
-    from longdraft.model.stored_model import has_stored_weights
+    from longdraft.model.quant.stored_model import has_stored_weights
 
     if paper is None or table is None:
         _list_tables(None if paper is None else get_paper(paper), output)

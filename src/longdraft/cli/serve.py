@@ -15,7 +15,7 @@ from longdraft.cli import console, method_options, options
 from longdraft.errors import CapabilityError, RequestError
 
 if TYPE_CHECKING:
-    from longdraft.model.checkpoints import Progress
+    from longdraft.model.load.checkpoints import Progress
     from longdraft.serve.service import Service
     from longdraft.serve.settings import ServerSettings
 

@@ -125,8 +125,8 @@ def _encode_documents(
     files: list[Path], target: str | None, skipped: SkipCounts, template: dict[str, Any], num_done: int = 0
 ) -> tuple[Iterator[Document | None], PreTrainedTokenizerBase]:
     """Returns (documents of the rows after the first ``num_done``, the target's tokenizer)."""
-    from longdraft.model.loading import load
-    from longdraft.model.stored import weight_shape
+    from longdraft.model.load.loading import load
+    from longdraft.model.quant.stored import weight_shape
     from longdraft.training import documents
 
     with console.status() as status:

@@ -23,8 +23,8 @@ from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.shared.draft_block import DraftBlock, DraftLayer
 from longdraft.drafts.eagle_formats import EAGLE, EagleShape
 from longdraft.errors import UnsupportedModelError
+from longdraft.model.model_parts import norm_before_head
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import norm_before_head
 from longdraft.model.tensor_parallel import parallel_linear
 
 

@@ -30,8 +30,8 @@ from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
+from longdraft.model.quant.stored import quantize_for_draft
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import quantize_for_draft
 from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import Options, option, parse
 from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk

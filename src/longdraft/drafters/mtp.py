@@ -24,11 +24,10 @@ from longdraft.drafters.eagle import LastStateBlock
 from longdraft.drafters.eagle3 import Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.draft_block import ALL, CrossAttend, OutputRows, SelfAttend
 from longdraft.drafters.shared.draft_round import BoundDraft, DraftRound
-from longdraft.drafts import draft_folder, mtp_formats
+from longdraft.drafts import draft_folder, mtp_formats, mtp_layer
 from longdraft.drafts.draft import Draft
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model import mtp_layer
 from longdraft.model.rope import original_context_length
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix

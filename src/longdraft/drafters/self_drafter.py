@@ -19,12 +19,12 @@ import torch
 
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
+from longdraft.drafts.fused_lm import FusedLM
 from longdraft.engine.drafter import DraftNeeds, SelfDraftCost
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import verify_trees
 from longdraft.memory.store import KVStore
-from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, option, parse
 from longdraft.planning.acceptance import AcceptanceCalibrator

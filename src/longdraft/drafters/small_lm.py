@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from longdraft.drafters.shared.key_rotation import KeyRotation
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievalDrafter, make_retrieval
 from longdraft.drafts.language_model import BoundLM, SmallLMDraft
@@ -25,7 +26,6 @@ from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory.store import KVStore
-from longdraft.model.key_rotation import KeyRotation
 from longdraft.model.rope import rotary_module
 from longdraft.model.runner import TargetRunner
 from longdraft.options import option, parse

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft_folder import D2T, VLLM_MASK_TOKENS, DraftFolder, logger
 from longdraft.errors import CheckpointError
-from longdraft.model.checkpoints import complete_config
 from longdraft.model.rope import make_rope_parameters
 
 T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
@@ -138,6 +138,14 @@ def _convert_longdraft(contents: DraftFolder, folder: Path | str) -> tuple[Draft
     return contents, rope
 
 
+def _complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults.
+    Raises ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
+    settings = {name: value for name, value in config.items() if name != "model_type"}
+    completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
+    return completed
+
+
 def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[DraftFolder, dict[str, Any]]:
     """Returns the contents of another project's folder in our layout, and the RoPE parameters."""
     kind, config, tensors = original.kind, original.config, original.tensors
@@ -146,7 +154,7 @@ def _convert_published(original: DraftFolder, folder: Path | str) -> tuple[Draft
     if not isinstance(layer_config, dict):
         raise CheckpointError(f"config.json of {folder} lacks transformer_layer_config: copy the draft again.")
     # `speculators` leaves out sizes that equal transformers' defaults.
-    sizes = draft_folder.with_derived_sizes(complete_config(layer_config) if is_speculators else layer_config)
+    sizes = draft_folder.with_derived_sizes(_complete_config(layer_config) if is_speculators else layer_config)
     if sizes.get("hidden_act") not in (None, "silu"):
         raise CheckpointError(f"{folder} has hidden_act {sizes['hidden_act']}: longdraft's drafts know silu alone.")
     renamed = draft_format.rename_tensors(tensors, folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 from longdraft.files import atomic_write, file_errors
 from longdraft.folders import is_gguf
-from longdraft.model.embedded import EMBEDDED_ID
+from longdraft.model.load.embedded import EMBEDDED_ID
 
 CARD = "README.md"
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.drafts import draft_folder
+from longdraft.drafts import draft_folder, draft_models, small_llama
 from longdraft.drafts.draft import Draft, TrainedDraft
 from longdraft.drafts.draft_folder import DraftFolder
+from longdraft.drafts.fused_lm import FusedLM
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
-from longdraft.model import draft_models, small_llama, stored
-from longdraft.model.fused_lm import FusedLM
+from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix
 

@@ -14,7 +14,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Step
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
-from longdraft.model.fingerprints import user_code_in
+from longdraft.model.called_functions import user_code_in
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import TokenTree

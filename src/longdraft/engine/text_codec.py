@@ -8,10 +8,10 @@ from functools import cached_property, partial
 
 from transformers import PreTrainedTokenizerBase
 
+from longdraft.engine.chat import chat_prompt, encode
 from longdraft.engine.request import Prompt, normalize_prompt
 from longdraft.errors import CapabilityError
-from longdraft.model.chat import chat_prompt, encode
-from longdraft.model.eos_tokens import eos_ids
+from longdraft.model.load.eos_tokens import eos_ids
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TextCodec:
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The EOS tokens that the tokenizer names; see :mod:`longdraft.model.eos_tokens`."""
+        """The EOS tokens that the tokenizer names; see :mod:`longdraft.model.load.eos_tokens`."""
         return frozenset() if self.tokenizer is None else eos_ids(self.tokenizer)
 
     def decoder_for_stops(self, stops: Sequence[str]) -> Callable[[list[int]], str]:

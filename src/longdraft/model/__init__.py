@@ -1,20 +1,16 @@
-"""Runs a transformers model as the target: loads files, renders chat templates, and hosts the model's own code.
+"""Runs a transformers model as the target: loads files and hosts the model's own code.
 
-Only this package, engine and integration import transformers. This package may import memory, attention and native.
-Read ``runner.TargetRunner.forward`` first, then ``execution_model`` and ``hosting``, which it calls.
+Only this package, drafts, engine and integration import transformers. This package may import memory, attention and
+native. Read ``runner.TargetRunner.forward`` first, then ``execution_model`` and ``hosting``, which it calls.
 
-- **Reading files**: loading, checkpoints, ``gguf/``; stored and stored_model (layers whose weights stay in the file's
-  format), eos_tokens, embedded, draft_models (language models that draft). Prompts: chat, rendering.
-- **Hosting**: runner (forwards of a batch), execution_model (the copy that computes), hosting (its attention), layout
-  (where KV lies), outputs, validation. For some models: recurrent, positions, tensor_parallel. Versions of
-  transformers: compat. RoPE: rope.
-- **Checks**: support (refused models), user_code (models that cannot verify drafts), model_copy (detects changes of a
-  model), fingerprints (keys of cached KV).
-- **Speed**: fused (all layers in one call), with layer_parts and delta_parts; fused_lm (one tree level of a draft model
-  in one call); skinny_gemm; on a GPU ``gpu/``.
-- **Batch invariance**: batch_invariant (torch's functions), experts, external_quant (layers of other packages).
-- **What draft models are built from**: shared_parts, small_llama, mtp_layer, key_rotation.
-- **Reports**: kernel_report, round_profiler.
+- **Hosting**: runner (forwards of a batch), execution_model (the copy that computes), model_copy (copies modules),
+  hosting (its attention), layout (where KV lies), outputs. For some models: positions, tensor_parallel,
+  ``linear_attention/``. RoPE: rope. Names in versions of transformers: compat.
+- **Reading files**: ``load/``, ``gguf/``, ``quant/`` (weights that stay quantised).
+- **Checks**: support (refused models), ``probes/`` (compares computed numbers), fingerprint (has the model changed),
+  called_functions (functions that a user replaced).
+- **Speed**: ``layers/`` (CPU kernels), ``gpu/`` (CUDA graphs, Triton kernels). round_profiler times phases.
+- **Drafts** share shared_parts.
 """
 
 import sys

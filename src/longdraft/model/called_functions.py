@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # attributes of modules
 # Functions of these packages are taken as unchanged code. Functions from elsewhere are the user's.
 _LIBRARY_PREFIXES = ("longdraft.", "transformers.", "torch.", "accelerate.", "peft.")
 _TORCH_NAMESPACES = {"torch.nn.functional": vars(F), "torch": vars(torch), "torch.Tensor": vars(torch.Tensor)}
@@ -57,6 +59,20 @@ def replaced_functions(model: nn.Module) -> list[str]:
     """Describes library functions that a user replaced: "dotted name (repr of the user's function)" for each."""
     called = called_functions(model).items()
     return [f"{n} ({f!r})" for n, f in called if f"{n}.".startswith(_LIBRARY_PREFIXES) and not is_library_code(f)]
+
+
+def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
+    """Returns names of modules with a user's hooks or forwards, and names of library functions that a user replaced.
+    ``include_classes``: True adds modules whose class comes from none of the packages that longdraft knows."""
+    code_names = replaced_functions(model)
+    for name, module in model.named_modules():
+        functions = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
+        # Attributes of a PreTrainedModel other than forward may be functions that its forward does not call.
+        values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
+        functions += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
+        functions += [type(module).forward] if include_classes else []
+        code_names += [name or type(module).__name__ for function in functions if not is_library_code(function)]
+    return code_names
 
 
 def _reachable(start_names: Iterable[str], namespaces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

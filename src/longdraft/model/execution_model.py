@@ -18,15 +18,20 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import custom_ops
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import experts, external_quant, hosting, positions, recurrent, stored, support
-from longdraft.model.batch_invariant import BatchInvariantMode
+from longdraft.model import hosting, positions, support
 from longdraft.model.called_functions import replaced_functions
-from longdraft.model.fused import FusedLayers
-from longdraft.model.layout import has_non_full_attention, layout_of, traced_layouts
-from longdraft.model.model_copy import copy_model, same_signature, signature
+from longdraft.model.fingerprint import placement_of, same_signature, signature
+from longdraft.model.layers import experts
+from longdraft.model.layers.batch_invariant import BatchInvariantMode
+from longdraft.model.layers.fused import FusedLayers
+from longdraft.model.layout import config_layout, has_non_full_attention
+from longdraft.model.linear_attention import mixers
+from longdraft.model.model_copy import copy_model
+from longdraft.model.model_parts import decoder_of
+from longdraft.model.probes.tokens import validate_hosting
+from longdraft.model.quant import external
 from longdraft.model.shared_parts import SharedParts, shared_parts
 from longdraft.model.tensor_parallel import tp_rank_of
-from longdraft.model.validation import validate_hosting
 from longdraft.native import kernels
 
 
@@ -46,34 +51,28 @@ class ExecutionModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.version = next(self._versions)
         self.model = copy_model(model)
-        traced_layouts.pop(model, None)  # the layout may be older than a change of the model
-        external_quant.remove_wrappers(self.model)
+        external.remove_wrappers(self.model)
         hosting.set_attention(self.model)
         positions.patch_position_ids(self.model)
         self.rope_switch = positions.patch_longrope(self.model)
-        recurrent.patch_mixers(self.model)
+        mixers.patch_mixers(self.model)
         is_sharded, has_windows_or_states = tp_rank_of(model) is not None, has_non_full_attention(model)
         if is_sharded and has_windows_or_states:
             raise UnsupportedModelError("Models with windows or recurrent layers need one process, without torchrun.")
-        if has_windows_or_states:
-            self._validate(model)
-        self.fused = FusedLayers(self.model)
+        layout = validate_hosting(model) if has_windows_or_states else None
+        self.fused = FusedLayers(self.model, layout)
         # If the model is a causal decoder with a head and no more, FusedLayers has compared all that it computes.
         is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
-        is_decoder_with_head = is_causal and hosting.decoder_of(model) is model.base_model
+        is_decoder_with_head = is_causal and decoder_of(model) is model.base_model
         is_validated = self.fused.stack is not None and is_decoder_with_head and not replaced_functions(model)
-        if not (is_validated or is_sharded or has_windows_or_states):
-            self._validate(model)
-        self.layout = layout_of(self.model)
-        external_quant.make_batch_invariant(self.model)
+        if layout is None and not (is_validated or is_sharded):
+            layout = validate_hosting(model)
+        self.layout = layout or config_layout(self.model)
+        external.make_batch_invariant(self.model)
         experts.make_batch_invariant(self.model)
         self._batch_invariant = kernels() is not None and self.model.device.type == "cpu"
         self._layers_with_hooks: set[int] = set()
         self._placement = placement_of(model)
-
-    def _validate(self, model: PreTrainedModel) -> None:
-        """Compares hosted logits with the model's own."""
-        traced_layouts[model] = traced_layouts[self.model] = validate_hosting(model)
 
     @cached_property
     def shared_parts(self) -> SharedParts:
@@ -93,7 +92,7 @@ class ExecutionModel:
         for layer in ctx.hidden_layers - self._layers_with_hooks:
             hosting.add_hidden_hook(self.model, layer)
             self._layers_with_hooks.add(layer)
-        module = self.model if head else hosting.decoder_of(self.model)
+        module = self.model if head else decoder_of(self.model)
         make_invariant = self._batch_invariant and not ctx.batch.is_prefill
         with BatchInvariantMode() if make_invariant else nullcontext():
             out = hosting.run(module, ctx, **kwargs)
@@ -150,7 +149,7 @@ def host_model(model: PreTrainedModel) -> HostedModel:
     """Returns the model's :class:`HostedModel`: all callers get one object, as long as one of them holds it.
     Raises UnsupportedModelError if the model cannot be copied."""
     with model_lock(model):
-        external_quant.decompress(model)
+        external.decompress(model)
         weak_ref = _hosted_models.get(model)
         hosted_model = None if weak_ref is None else weak_ref()
         if hosted_model is None:
@@ -159,15 +158,3 @@ def host_model(model: PreTrainedModel) -> HostedModel:
         else:
             hosted_model.sync_with_model(model)
         return hosted_model
-
-
-def placement_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Returns a model's device and dtype, and address, shape and dtype of the embedding's and of the head's weights."""
-    weights = [stored.weight_storage(m) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    return model.device, model.dtype, *((w.data_ptr(), w.shape, w.dtype) for w in weights)
-
-
-def structure_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Returns a model's placement, configuration, module classes and shapes. If one changes, runners become stale."""
-    modules = [(type(m), *(p.shape for p in m._parameters.values() if p is not None)) for m in model.modules()]
-    return placement_of(model), str(hosting.decoder_config(model)), modules

@@ -26,11 +26,10 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore, LayerStates
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation, layout_of
-from longdraft.model.layout import decoder_config as decoder_config
+from longdraft.model.layout import AttentionTrace, KVLayout, KVLocation
+from longdraft.model.model_parts import decoder_config, decoder_layers
 
 ATTENTION_NAME = "longdraft"
-UNLIMITED_CONTEXT = 1 << 20  # context length, in tokens, of models whose configuration has none: any large number
 
 
 @dataclass
@@ -112,8 +111,7 @@ class ForwardContext:
             if location.writes_kv:
                 self.store.write(location.layer, key, value, self.batch)
             return self.batch, self.store.layer(location.layer)
-        caches = [states for states in self.store.states if isinstance(states, WindowKVCache)]
-        cache = caches[location.window_index]
+        cache = window_cache(self.store, location.window_index)
         buffer_batch = cache.batch_in_buffer(self.batch)
         if location.writes_kv:
             cache.write(location.layer, key, value, buffer_batch)
@@ -190,44 +188,27 @@ def set_attention(model: PreTrainedModel, implementation: str = ATTENTION_NAME) 
         config._attn_implementation = implementation
 
 
-def new_layer_states(
-    model: PreTrainedModel, slots: int, capacity: int, transposed: bool = False, dtype: torch.dtype | None = None
-) -> list[LayerStates]:
-    """Makes the window caches and recurrent states of a store with ``slots`` sequences of ``capacity`` KV entries.
+def window_cache(store: Any, index: int) -> WindowKVCache:
+    """Returns the window cache of a store with this index in :attr:`KVLayout.windows`."""
+    return [states for states in store.states if isinstance(states, WindowKVCache)][index]
+
+
+def recurrent_states(store: KVStore) -> RecurrentStates:
+    """Returns the states of a store's recurrent layers."""
+    return next(states for states in store.states if isinstance(states, RecurrentStates))
+
+
+def attach_states(store: KVStore, layout: KVLayout, transposed: bool = False, dtype: torch.dtype | None = None) -> None:
+    """Makes a store's window caches and recurrent states.
     ``transposed``: layout of the window caches' keys. ``dtype``: their dtype; None: the model's."""
-    layout = layout_of(model)
     shapes = layout.windows
     if dtype is not None:
         shapes = tuple(replace(shape, dtype=dtype) for shape in shapes)
-    states: list[LayerStates] = [WindowKVCache(shape, slots, capacity, model.device, transposed) for shape in shapes]
-    return [*states, RecurrentStates(layout.recurrent, slots, model.device)] if layout.recurrent else states
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Returns the submodule that computes hidden states from token ids: the decoder with the token embedding."""
-    embedding = model.get_input_embeddings()
-    candidates: list[nn.Module] = [model.get_decoder(), model.base_model]
-    return next((c for c in candidates if any(m is embedding for m in c.modules())), candidates[0])
-
-
-def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """Returns the decoder layers: the module list with ``num_hidden_layers`` members.
-    A model that runs a layer several times has no such list: then it is the longest list with modules of one class."""
-    num_layers = getattr(decoder_config(model), "num_hidden_layers", None)
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)]
-    for modules in lists:
-        if len(modules) == num_layers:
-            return modules
-    if not lists:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers.")
-    return max(lists, key=lambda modules: len(modules) if len({type(m) for m in modules}) == 1 else 0)
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """Returns the model's context length in tokens, which RoPE scaling may have extended."""
-    config = decoder_config(model)
-    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-    return next((int(length) for name in names if (length := getattr(config, name, None))), UNLIMITED_CONTEXT)
+    slots, device = store.slots, store.device
+    states: list[LayerStates] = [WindowKVCache(shape, slots, store.capacity, device, transposed) for shape in shapes]
+    if layout.recurrent:
+        states.append(RecurrentStates(layout.recurrent, slots, device))
+    store.attach_states(*states)
 
 
 def add_hidden_hook(model: PreTrainedModel, layer: int) -> RemovableHandle:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.memory.recurrent import RecurrentShape
 from longdraft.memory.store import KVShape
 from longdraft.memory.windows import AttentionSpan, WindowShape
+from longdraft.model.model_parts import decoder_config
 
 # transformers' layer type -> our kinds, by how a layer reads the context. A hybrid layer has two; an MLP has none.
 _LAYER_TYPES = {
@@ -63,7 +63,7 @@ class AttentionTrace:
 
     Attributes:
         calls: the attention calls, in order.
-        mixers: index of a recurrent layer -> (its mixer, the mixer's cache adapter); see :mod:`.recurrent`."""
+        mixers: index of a recurrent layer -> (its mixer, the mixer's cache adapter); see :mod:`.linear_attention`."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
@@ -117,15 +117,9 @@ class KVLayout(NamedTuple):
     recurrent: Mapping[int, RecurrentShape] = {}
 
 
-traced_layouts: WeakKeyDictionary[PreTrainedModel, KVLayout] = WeakKeyDictionary()
-"""Model whose forward was traced -> its layout."""
-
-
-def layout_of(model: PreTrainedModel) -> KVLayout:
-    """Returns a model's layout: the traced one, or without a trace full attention in all layers of the configuration.
+def config_layout(model: PreTrainedModel) -> KVLayout:
+    """Returns the layout of a model whose layers all have full attention, from its configuration.
     Raises UnsupportedModelError if the model has no attention heads."""
-    if (traced := traced_layouts.get(model)) is not None:
-        return traced
     shape = config_kv_shape(model)
     return KVLayout(tuple(KVLocation(None, i) for i in range(shape.layers)), shape)
 
@@ -183,11 +177,6 @@ def _config_value(config: Any, name: str) -> Any:
     if getattr(config, "is_heterogeneous", False):  # getattr raises for settings that differ between layers
         return config.to_dict().get(name)
     return getattr(config, name, None)
-
-
-def decoder_config(model: PreTrainedModel) -> Any:
-    """Returns the configuration of the text decoder."""
-    return model.config.get_text_config(decoder=True)
 
 
 def has_non_full_attention(model: PreTrainedModel) -> bool:

@@ -1,35 +1,27 @@
-"""Copies a model's modules but not its weights, detects later changes of the original, and replaces forwards."""
+"""Copies a model's modules but not its weights, and replaces forwards in copies."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
-from weakref import ref
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model.called_functions import called_functions, is_library_code
+from longdraft.model.called_functions import is_library_code
 
 # Attributes that every module has: parameters, buffers, children and hooks.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # Attribute for the compiled forward of ``model.compile()``. It is not copied: it would call the original modules.
-_COMPILED_CALL = "_compiled_call_impl"
+COMPILED_CALL = "_compiled_call_impl"
 # Attributes in which a wrapper of ``torch.compile`` holds the module or function that it wraps.
 _COMPILED_MODULE, _COMPILED_FUNCTION = "_orig_mod", "_torchdynamo_orig_callable"
-# Attributes of modules, and settings of configurations, that do not change what our forwards compute.
-IGNORED_ATTRIBUTES = frozenset({"training", "generation_config", _COMPILED_CALL})
-_IGNORED_SETTINGS = frozenset({"_attn_implementation_internal"})
-# Types whose values are compared and digested by value.
-SCALAR_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # Containers and closures are searched for modules down to this depth of nesting.
 _MAX_DEPTH = 3
 
@@ -81,7 +73,7 @@ class _Copier:
                     attributes[name] = children
                 elif name in MODULE_ATTRIBUTES:
                     attributes[name] = value.copy() if isinstance(value, dict | set) else value
-                elif name != _COMPILED_CALL:
+                elif name != COMPILED_CALL:
                     attributes[name] = self._copy(getattr(value, _COMPILED_FUNCTION, value), name == "forward")
         self.model: PreTrainedModel = self._copies[id(model)]
 
@@ -136,70 +128,6 @@ class _Copier:
             return cell
         copied = self._copy(contents, depth < _MAX_DEPTH, depth + 1)
         return cell if copied is contents else CellType(copied)
-
-
-def signature(model: PreTrainedModel) -> list[Any]:
-    """Lists everything that a copy of the model depends on, for :func:`same_signature`.
-
-    The parts are modules and their types, functions that forwards call, the storage of parameters and buffers, hooks,
-    replaced forwards, attributes and configurations. In-place writes to weights leave the signature unchanged.
-
-    Raises UnsupportedModelError if a module is scripted, which hides its attributes."""
-    parts: list[Any] = [*called_functions(model).values()]
-    seen_configs: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has scripted modules, which longdraft cannot run: load it without torch.jit."
-            )
-        parts += (module, type(module))
-        for name, value in list(vars(module).items()):
-            if name in ("_parameters", "_buffers"):
-                for key, tensor in list(value.items()):
-                    parts += (key, tensor, data_ptr_of(tensor), None if tensor is None else tensor.dtype)
-            elif name in HOOKS:
-                parts += value.values()
-            elif name == "_modules":
-                parts += value
-            elif name not in MODULE_ATTRIBUTES and name not in IGNORED_ATTRIBUTES:
-                parts.append(name)
-                parts += _describe(value, seen_configs)
-    # Weak references keep no model alive. They may be compared with `is`: ref(x) returns one object while x lives.
-    return [ref(part) if isinstance(part, nn.Module | MethodType) else part for part in parts]
-
-
-def same_signature(before: list[Any], after: list[Any]) -> bool:
-    """True if two signatures describe the same structure."""
-    return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and isinstance(a, SCALAR_TYPES) and a == b)
-        for a, b in zip(before, after, strict=True)
-    )
-
-
-def _describe(value: Any, seen_configs: set[int]) -> Iterator[Any]:
-    """Yields an attribute's parts of the signature: the value, and modules in a container or settings of a config."""
-    if not isinstance(value, PretrainedConfig):
-        yield value
-        if type(value) in (list, tuple, dict, OrderedDict):
-            items = value.values() if isinstance(value, dict) else value
-            # Strings are compared for PEFT, which lists the names of the adapters that it has merged into the weights.
-            yield from [item for item in items if isinstance(item, nn.Module | MethodType | str)]
-    elif id(value) not in seen_configs:
-        seen_configs.add(id(value))
-        yield value
-        settings = {name: setting for name, setting in list(vars(value).items()) if name not in _IGNORED_SETTINGS}
-        nested = [setting for setting in settings.values() if isinstance(setting, PretrainedConfig)]
-        yield repr({name: id(x) if isinstance(x, PretrainedConfig) else x for name, x in settings.items()})
-        for config in nested:
-            yield from _describe(config, seen_configs)
-
-
-def data_ptr_of(tensor: torch.Tensor | None) -> int:
-    """Returns the address of a tensor's data; 0 if there is none."""
-    try:
-        return 0 if tensor is None else tensor.data_ptr()
-    except RuntimeError:  # a tensor subclass without storage
-        return 0
 
 
 def class_forward(module: nn.Module) -> FunctionType | None:

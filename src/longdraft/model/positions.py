@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from longdraft.model import hosting
 from longdraft.model.compat import CACHE_LENGTH_NAMES
+from longdraft.model.model_parts import context_length, takes_argument
 from longdraft.model.rope import LONGROPE, CosSin, rope_parameters, rope_type, rope_types
 
 # LongRoPE's parameters, in pairs: the first for contexts up to the trained length, the second for longer contexts.
@@ -24,11 +24,11 @@ def patch_position_ids(model: PreTrainedModel) -> None:
 
     Such a model passes its cache's length to the embedding module, which numbers new tokens from there on. Positions in
     a tree are not consecutive, so hooks pass them as the module's ``position_ids``. The model must be our own copy."""
-    if _takes_argument(model, "position_ids"):
+    if takes_argument(model, "position_ids"):
         return
     for module in model.modules():
-        takes_length = any(_takes_argument(module, name) for name in CACHE_LENGTH_NAMES)
-        if takes_length and _takes_argument(module, "position_ids"):
+        takes_length = any(takes_argument(module, name) for name in CACHE_LENGTH_NAMES)
+        if takes_length and takes_argument(module, "position_ids"):
             module.register_forward_pre_hook(_add_position_ids, with_kwargs=True)
             module.register_forward_hook(_reshape_output)
 
@@ -48,10 +48,6 @@ def _reshape_output(_module: nn.Module, _args: Any, output: torch.Tensor) -> tor
     return output.reshape(*ctx.batch.positions.shape, -1)
 
 
-def _takes_argument(module: nn.Module, name: str) -> bool:
-    return name in inspect.signature(type(module).forward).parameters
-
-
 def patch_longrope(model: PreTrainedModel) -> int | None:
     """Makes LongRoPE choose its factors for each token, in our own copy of a model.
 
@@ -62,7 +58,7 @@ def patch_longrope(model: PreTrainedModel) -> int | None:
 
     Returns the switch: the longest context, in tokens, with the short factors; None without LongRoPE."""
     trained_lengths = [
-        int(p.get("original_max_position_embeddings") or hosting.context_length(model))
+        int(p.get("original_max_position_embeddings") or context_length(model))
         for p in rope_parameters(model)
         if rope_type(p) == LONGROPE and any(p.get(short) != p.get(long) for short, long in _FACTOR_KEYS)
     ]

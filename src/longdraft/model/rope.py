@@ -5,7 +5,6 @@ A draft has its own :class:`RotaryEmbedding`, whose base and scaling may differ 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.model.layout import decoder_config
+from longdraft.model.model_parts import decoder_config, takes_argument
 from longdraft.native.boundary import CPU_FLOAT32
 
 # YaRN's defaults for Llama (Peng et al. 2023, section 3.2). The SpecPV paper states no values.
@@ -99,7 +98,7 @@ def depends_on_length(module: nn.Module | None) -> bool:
 
 def takes_layer_type(rotary: nn.Module) -> bool:
     """True if a rotary embedding rotates each layer type differently: its forward has an argument layer_type."""
-    return "layer_type" in inspect.signature(rotary.forward).parameters
+    return takes_argument(rotary, "layer_type")
 
 
 def apply_rotary(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,14 @@ from longdraft.memory import offload as offloading
 from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.offload import Offload
 from longdraft.memory.store import KVStore
-from longdraft.model import fingerprints, hosting, stored, stored_model, support
-from longdraft.model.eos_tokens import config_eos_ids
-from longdraft.model.execution_model import ExecutionModel, host_model, structure_of
+from longdraft.model import fingerprint, hosting, support
+from longdraft.model.execution_model import ExecutionModel, host_model
 from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
 from longdraft.model.gpu.deterministic import FixedRows
-from longdraft.model.layout import layout_of
+from longdraft.model.load.eos_tokens import config_eos_ids
+from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, nan_logits_error
+from longdraft.model.quant import stored, stored_model
 from longdraft.model.round_profiler import RoundProfiler
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.tensor_parallel import tp_rank_of
@@ -83,10 +84,10 @@ class TargetRunner:
             offloading.check(offload, model.device)
             self._host = host_model(model)
             self.lock = self._host.lock
-            shape = layout_of(model).shape
-            self.num_layers = len(hosting.decoder_layers(model))
+            shape = self.execution_model.layout.shape
+            self.num_layers = len(decoder_layers(model))
         self.kv_shape = shape if self.tp_rank is None else self.tp_rank.local_kv_shape(shape)
-        self.context_length = hosting.context_length(model)
+        self.context_length = context_length(model)
         self.device: torch.device = model.device
         self.profiler: RoundProfiler | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
@@ -101,7 +102,7 @@ class TargetRunner:
         self.default_kv_dtype = torch.bfloat16 if kv_in_16_bits else self.kv_shape.dtype
         self.kv_dtype = kv_dtype or self.default_kv_dtype
         if self.kv_is_rounded:
-            self._check_kv_dtype("kv_dtype", self.kv_dtype)
+            support.check_kv_dtype(self, "kv_dtype", self.kv_dtype)
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         layout = self.execution_model.layout
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
@@ -110,12 +111,8 @@ class TargetRunner:
         self.graphs = CudaGraphs.for_device(self.device, self.attention_path) if can_capture else CudaGraphs(None)
         # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
-        self._structure, self._first_compat_key = structure_of(model), self.store_compat_key
+        self._structure, self._first_compat_key = fingerprint.structure_of(model), self.store_compat_key
         self._fixed_rows = self._make_fixed_rows() if deterministic else None
-
-    def _check_kv_dtype(self, option: str, dtype: torch.dtype) -> None:
-        where = self.device, self.attention_path, self.offload is not None
-        support.check_kv_dtype(option, dtype, self.kv_shape, *where)
 
     def _make_fixed_rows(self) -> FixedRows | None:
         """Makes plain steps and verifications agree to the bit. Returns None on a CPU with our kernels, where they do.
@@ -165,7 +162,9 @@ class TargetRunner:
     @property
     def is_stale(self) -> bool:
         """True if the model was moved, cast or restructured after this runner was made, so a new runner is needed."""
-        return structure_of(self.model) != self._structure or self.store_compat_key != self._first_compat_key
+        return (
+            fingerprint.structure_of(self.model) != self._structure or self.store_compat_key != self._first_compat_key
+        )
 
     def sync_with_model(self) -> None:
         """Adopts the changes that the user made to the model since the last run.
@@ -175,7 +174,7 @@ class TargetRunner:
             UnsupportedModelError: the model can no longer be copied, or calls a user's attention function.
             CheckpointError: a file that the weights are mapped from was written to."""
         support.check_functions(self.model)
-        stored_model.check_mapped_files(self.model)
+        fingerprint.check_mapped_files(self.model)
         self._host.sync_with_model(self.model)
         if self.store_compat_key != self._first_compat_key:
             raise CapabilityError(
@@ -209,7 +208,7 @@ class TargetRunner:
     @property
     def fingerprint(self) -> str:
         """Identifies this target's KV in snapshots and prompt caches, by weights, settings, arithmetic and KV dtype."""
-        name = fingerprints.fingerprint_of(self.model) + fingerprints.hooks_suffix(self.model)
+        name = fingerprint.fingerprint_of(self.model) + fingerprint.hooks_suffix(self.model)
         if self.tp_rank is not None:
             name += f", share {self.tp_rank.rank + 1} of {self.tp_rank.world_size}"
         if self.arithmetic == "int8":
@@ -229,8 +228,8 @@ class TargetRunner:
 
     @property
     def can_round_kv(self) -> bool:
-        """True if the attention path reads KV in any dtype."""
-        return support.can_round_kv(self.attention_path, self.kv_shape.dtype)
+        """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
+        return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -265,10 +264,10 @@ class TargetRunner:
         store does not fit into memory."""
         self.sync_with_model()
         transposed = dispatch.prefers_transposed_keys(self.attention_path, self.kv_shape.dtype)
-        hidden_size = int(hosting.decoder_config(self.model).hidden_size)
+        hidden_size = int(decoder_config(self.model).hidden_size)
         dtype = dtype or self.kv_dtype
         if dtype != self.kv_dtype:
-            self._check_kv_dtype("view_dtype", dtype)
+            support.check_kv_dtype(self, "view_dtype", dtype)
         capacity = capacity + self.graphs.extra_kv_entries(slots) + (self.fixed_batch_rows or 0)
         arena = self._resident_arena if resident and self.buffer_arena is not None else self.buffer_arena
         is_rounded = dtype != self.kv_shape.dtype
@@ -280,8 +279,7 @@ class TargetRunner:
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
             window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype
             windows_transposed = transposed or window_dtype != self.kv_shape.dtype
-            model = self.execution_model.model
-            store.attach_states(*hosting.new_layer_states(model, slots, capacity, windows_transposed, window_dtype))
+            hosting.attach_states(store, self.execution_model.layout, windows_transposed, window_dtype)
         return store
 
     @torch.inference_mode()

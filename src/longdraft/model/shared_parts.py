@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting, stored
 from longdraft.model.layout import config_kv_shape
+from longdraft.model.model_parts import decoder_config, decoder_layers, norm_before_head
+from longdraft.model.quant import stored
 from longdraft.model.rope import CosSin, rotary_module, takes_layer_type
 from longdraft.model.tensor_parallel import local_tensor
 from longdraft.native import QuantizedMatrix, kernels
-from longdraft.native.boundary import CPU_FLOAT32
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
         description: the description if it is known; None computes it (:func:`describe_target`).
 
     Raises UnsupportedModelError if the model has no rotary embedding, or a head that drafts cannot use."""
-    config = hosting.decoder_config(model)
+    config = decoder_config(model)
     rotary = rotary_module(model)
     if rotary is None:
         raise UnsupportedModelError(
@@ -108,36 +107,13 @@ def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
     return weight.detach()
 
 
-def norm_before_head(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the norm between the last layer and the head; None if there is none."""
-    children = reversed(list(hosting.decoder_of(model).named_children()))
-    # Gemma 3n and 4 also have a norm for per-layer embeddings, which is skipped.
-    return next((m for name, m in children if "norm" in name and not name.startswith("per_layer")), None)
-
-
-def final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
-    """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head.
-    Raises UnsupportedModelError if there is no such norm."""
-    size = int(hosting.decoder_config(model).hidden_size)
-    norm = norm_before_head(model)
-    x = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # RMSNorm of ones gives the weight, also if it is stored minus one. A norm that subtracts the mean gives zeros.
-    with torch.no_grad():
-        weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(x)[0].float()
-    if not bool(weight.any()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no RMSNorm before its head, so no draft heads can be trained for it."
-        )
-    return weight
-
-
 def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     """Describes a target for its drafts' folders: architecture, sizes, RoPE base and a digest of the weights.
 
     Weights are rounded to bfloat16 first, so the digest does not depend on the loaded dtype. RoPE scaling (YaRN) is
     left out, so that drafts still fit the target after its context is extended."""
     digest = hashlib.sha256()
-    last_layer = hosting.decoder_layers(model)[-1].modules()
+    last_layer = decoder_layers(model)[-1].modules()
     first_weights = next(m for m in last_layer if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
     for module in (model.get_input_embeddings(), first_weights):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
@@ -146,7 +122,7 @@ def describe_target(model: PreTrainedModel) -> dict[str, Any]:
 
 def describe_config(model: PreTrainedModel) -> dict[str, Any]:
     """Returns the description of :func:`describe_target`, without the digest of the weights."""
-    config = hosting.decoder_config(model)
+    config = decoder_config(model)
     shape = config_kv_shape(model)
     rope = getattr(config, "rope_parameters", None) or {}
     return {
@@ -159,8 +135,3 @@ def describe_config(model: PreTrainedModel) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "rope_theta": rope.get("rope_theta"),
     }
-
-
-def causal_lm_class_name(model_type: str) -> str | None:
-    """Returns the name of transformers' CausalLM class for a ``model_type``; None if the type is unknown."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules import module as modules
@@ -14,13 +14,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longdraft.errors import CapabilityError, ContextError, PromptError, UnsupportedModelError
-from longdraft.memory.store import KVShape
-from longdraft.model import external_quant
 from longdraft.model.called_functions import called_functions, functions_called_by, is_library_code
-from longdraft.model.hosting import context_length, decoder_config, decoder_layers
 from longdraft.model.layout import sparse_layer_types
+from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
+from longdraft.model.quant import external
+from longdraft.model.quant.stored import StoredWeights, weight_shape
 from longdraft.model.rope import rope_parameters, rope_type
-from longdraft.model.stored import StoredWeights, weight_shape
+
+if TYPE_CHECKING:
+    from longdraft.model.runner import TargetRunner
 
 _LOAD = "Load it: model, tokenizer = longdraft.load(...), or model = AutoModelForCausalLM.from_pretrained(...)."
 # PEFT type that longdraft cannot host -> the reason, as a message states it.
@@ -67,7 +69,7 @@ def check_supported(model: PreTrainedModel) -> None:
             f"weights, or device_map put them on disk or in host memory. {_LOAD} Leave device_map out or name a device."
         )
     _check_devices(model)
-    external_quant.check(model)
+    external.check(model)
     if not isinstance(head, StoredWeights) and not isinstance(getattr(head, "weight", None), torch.Tensor):
         raise UnsupportedModelError(f"{name} has a head of the kind {type(head).__name__}, but needs a linear layer.")
     _check_adapters(model)
@@ -155,25 +157,18 @@ def check_length(model: PreTrainedModel, length: int, num_draft_tokens: int) -> 
         )
 
 
-def can_round_kv(attention_path: str, dtype: torch.dtype) -> bool:
-    """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
-    return attention_path == "cpu" and dtype == torch.float32
-
-
-def check_kv_dtype(
-    option: str, dtype: torch.dtype, shape: KVShape, device: torch.device, attention_path: str, is_offloaded: bool
-) -> None:
-    """Raises CapabilityError if no attention path of this machine reads KV of this shape in ``dtype``.
+def check_kv_dtype(runner: TargetRunner, option: str, dtype: torch.dtype) -> None:
+    """Raises CapabilityError if no attention path of this machine reads the target's KV in ``dtype``.
     ``option`` is the user's option: "kv_dtype" for all KV, or "view_dtype" for the KV of a view, which stays here."""
-    for_view = option == "view_dtype"
-    if is_offloaded and not for_view:
+    for_view, shape, device = option == "view_dtype", runner.kv_shape, runner.device
+    if runner.offload is not None and not for_view:
         reason = "offloaded KV has the model's dtype"
-    elif dtype == shape.dtype or can_round_kv(attention_path, shape.dtype):
+    elif dtype == shape.dtype or runner.can_round_kv:
         return
     elif shape.padded:
         reason = "the model has keys and values of several sizes"
     elif device.type != "cuda":
-        setup = f"{shape.dtype} on {device} ({attention_path})"
+        setup = f"{shape.dtype} on {device} ({runner.attention_path})"
         reason = f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"
     elif dtype == torch.int8:
         return
@@ -202,7 +197,7 @@ def _check_adapters(model: torch.nn.Module) -> None:
         for name in sorted({*active, *prompt_adapters}):
             settings = owner.peft_config.get(name)
             if settings is not None and (why := _adapter_problem(settings)) is not None:
-                kind = external_quant.enum_value(settings.peft_type)
+                kind = external.enum_value(settings.peft_type)
                 raise UnsupportedModelError(
                     f"The adapter {name!r} ({kind}) {why}, which longdraft does not host. Use one that adds to layers, "
                     "such as LoRA, merge it (merge_and_unload), or disable it."
@@ -234,7 +229,7 @@ def _adapter_problem(settings: Any) -> str | None:
         return "puts tokens of its own before the prompt"
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         return "begins in the middle of a sequence"
-    return _UNSUPPORTED_ADAPTERS.get(external_quant.enum_value(getattr(settings, "peft_type", "")))
+    return _UNSUPPORTED_ADAPTERS.get(external.enum_value(getattr(settings, "peft_type", "")))
 
 
 def _active_adapters(module: torch.nn.Module) -> list[str]:

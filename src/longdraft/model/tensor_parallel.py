@@ -22,7 +22,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.prefix import PrefixAttentionFunction
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
-from longdraft.model.skinny_gemm import is_dtensor, skinny_gemm
+from longdraft.model.layers.skinny_gemm import is_dtensor, skinny_gemm
 from longdraft.native.boundary import CPU_INT64
 
 # The call that loads a sharded model, for messages.

@@ -26,9 +26,9 @@ from longdraft.errors import CheckpointError, MemoryBudgetError, reason_of
 from longdraft.files import atomic_write, read_json
 from longdraft.folders import cache_folder
 from longdraft.memory.store import KVStore
-from longdraft.model.checkpoints import Progress
+from longdraft.model.load.checkpoints import Progress
+from longdraft.model.quant.stored_model import has_stored_weights, is_repacked
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored_model import has_stored_weights, is_repacked
 from longdraft.trees.masks import make_tree_batch
 from longdraft.trees.tree import TokenTree
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from longdraft.model.checkpoints import Progress
+    from longdraft.model.load.checkpoints import Progress
     from longdraft.model.runner import TargetRunner
     from longdraft.planning.costs import CostTable
     from longdraft.planning.planner import Planner

@@ -19,7 +19,7 @@ from longdraft.engine.streaming import REPLACEMENT_CHARACTER
 from longdraft.errors import MemoryBudgetError, RequestError
 from longdraft.memory import memory_info
 from longdraft.memory.prompt_cache import PromptCache
-from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.load.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.registry import get_method
 from longdraft.serve import protocol

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from longdraft.engine.chat import encode, encode_conversation
 from longdraft.errors import CapabilityError
-from longdraft.model.chat import encode, encode_conversation
 from longdraft.serve import openai, structured, tools
 from longdraft.serve.choice import FINISH_REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError, ContextOverflow

@@ -15,8 +15,8 @@ import torch
 from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
+from longdraft.engine.chat import apply_chat_template
 from longdraft.errors import PromptError, RequestError
-from longdraft.model.chat import apply_chat_template
 from longdraft.serve import structured
 from longdraft.serve.reasoning import THINK_END, THINK_START
 from longdraft.serve.structured import Constraint, json_grammar, lark_grammar, lark_tag

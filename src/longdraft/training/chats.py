@@ -13,9 +13,9 @@ from functools import partial
 from itertools import cycle, dropwhile
 from typing import TYPE_CHECKING, Any
 
+from longdraft.engine.chat import apply_chat_template, chat_template_arguments
 from longdraft.errors import PromptError
 from longdraft.memory.token_ids import common_prefix_len
-from longdraft.model.chat import apply_chat_template, chat_template_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longdraft.engine.chat import encode
 from longdraft.errors import CapabilityError, PromptError
-from longdraft.model.chat import encode
 from longdraft.training.chats import chat_messages, encode_chat
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longdraft.errors import ConfigError
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model import hosting, shared_parts
+from longdraft.model import shared_parts
 from longdraft.model.layout import config_kv_shape
-from longdraft.model.loading import load
+from longdraft.model.load.loading import load
+from longdraft.model.model_parts import context_length
 from longdraft.training.config import RunConfig
 from longdraft.training.dataset import TokenDataset, shard_paths
 from longdraft.training.features import MIN_STORE_TOKENS, PREFILL_CHUNK
@@ -143,7 +144,7 @@ def _sizes(config: RunConfig) -> Sizes:
         vocab_size=min(config.vocabulary or vocab_size, vocab_size),
         mlp_size=config.intermediate_size or parts.intermediate_size,
         target_vocab_size=vocab_size, target_mlp_size=parts.intermediate_size,
-        target_length=hosting.context_length(model), target_weights=num_weights, matmul_weights=num_weights - embedding,
+        target_length=context_length(model), target_weights=num_weights, matmul_weights=num_weights - embedding,
     )  # fmt: skip
 
 

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 from longdraft.files import atomic_write, open_safetensors
 from longdraft.memory.store import KVStore
+from longdraft.model.quant.stored import dequantize
 from longdraft.model.rope import apply_rotary
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import dequantize
 from longdraft.native import QuantizedMatrix
 from longdraft.training.documents import Document
 

@@ -12,10 +12,13 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
+from transformers import PreTrainedModel
 
 from longdraft.drafters.heads import KIND, HeadsBlock, HeadsDraft, HeadsShape
+from longdraft.errors import UnsupportedModelError
+from longdraft.model.model_parts import decoder_config, norm_before_head
 from longdraft.model.runner import TargetRunner
-from longdraft.model.shared_parts import final_norm_weight
+from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.training.config import HeadsConfig
 from longdraft.training.features import Features
 from longdraft.training.loop import Reports, TrainingLoop
@@ -77,4 +80,20 @@ def _initialize(block: HeadsBlock, runner: TargetRunner, document: Features) -> 
     """Initializes new heads with the weight of the target's final norm and the scale of the target's states."""
     # The median, because the state of the first token can be a thousand times as large as other states.
     scale = float(document.hidden.cpu().float().square().mean(-1).sqrt().median())
-    block.initialize(final_norm_weight(runner.model).cpu(), scale)
+    block.initialize(_final_norm_weight(runner.model).cpu(), scale)
+
+
+def _final_norm_weight(model: PreTrainedModel) -> torch.Tensor:
+    """Returns the weight (hidden_size,), float32, of the RMSNorm between the last layer and the head.
+    Raises UnsupportedModelError if there is no such norm."""
+    size = int(decoder_config(model).hidden_size)
+    norm = norm_before_head(model)
+    x = torch.ones(1, size, dtype=model.dtype, device=model.device)
+    # RMSNorm of ones gives the weight, also if it is stored minus one. A norm that subtracts the mean gives zeros.
+    with torch.no_grad():
+        weight = torch.zeros(size, **CPU_FLOAT32) if norm is None else norm(x)[0].float()
+    if not bool(weight.any()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no RMSNorm before its head, so no draft heads can be trained for it."
+        )
+    return weight

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from longdraft.drafts import small_llama
 from longdraft.drafts.language_model import KIND, TrainedLM
-from longdraft.model import small_llama
 from longdraft.training.attention import attend
 from longdraft.training.config import LmConfig
 from longdraft.training.features import Features, head_rows
@@ -23,7 +23,7 @@ from longdraft.training.trainer import DraftTrainer, StepOutput
 
 
 class LmTrainer(DraftTrainer):
-    """A training step of a decoder made by :func:`longdraft.model.small_llama.build_decoder`."""
+    """A training step of a decoder made by :func:`longdraft.drafts.small_llama.build_decoder`."""
 
     level_mode = "text"
 

@@ -23,7 +23,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs
 
 from longdraft.errors import CapabilityError
-from longdraft.model.loading import load
+from longdraft.model.load.loading import load
 from longdraft.model.runner import TargetRunner
 from longdraft.training import dataset
 from longdraft.training.config import RunConfig

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from longdraft import LongdraftError
+from longdraft.engine.chat import apply_chat_template, encode_conversation
+from longdraft.engine.rendering import TemplateRenderer
 from longdraft.errors import PromptError
-from longdraft.model.chat import apply_chat_template, encode_conversation
-from longdraft.model.rendering import TemplateRenderer
 from tests.support.tiny import tiny_tokenizer
 
 MESSAGES: list[dict[str, Any]] = [

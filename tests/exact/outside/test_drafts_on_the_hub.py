@@ -14,7 +14,7 @@ from longdraft import Speculator
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts import hub, shipped
 from longdraft.errors import CheckpointError
-from longdraft.model.embedded import EMBEDDED_ID
+from longdraft.model.load.embedded import EMBEDDED_ID
 from longdraft.registry import kind_of
 from tests.support.drafts import random_draft
 from tests.support.tiny import tiny_model

@@ -34,7 +34,7 @@ from longdraft.bench.tables import median_of, ratio
 from longdraft.engine.sampler import Sampling
 from longdraft.errors import CapabilityError, ContextError, PromptError
 from longdraft.metrics import average
-from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.load.checkpoints import LoadedModel, Progress
 from longdraft.model.runner import TargetRunner
 from longdraft.registry import KINDS
 

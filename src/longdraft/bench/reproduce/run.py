@@ -21,7 +21,7 @@ from longdraft.bench.reproduce.scaled import ScaledTable, TablePlan, drafts_by_k
 from longdraft.bench.reproduce.sources import SampleSources, column_prompts
 from longdraft.bench.results import unit_header
 from longdraft.bench.tables import Report, environment_info, format_cell, group_by, new_table
-from longdraft.model.checkpoints import LoadedModel, Progress
+from longdraft.model.load.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
 MAX_COLUMNS = 8  # columns of figures that fit side by side

@@ -13,7 +13,7 @@ from longdraft.bench.prompts import Prompt, prompts_of_length
 from longdraft.bench.reproduce.scaled import ScaledTable
 from longdraft.bench.thinking import with_thinking
 from longdraft.errors import ContextError, PromptError
-from longdraft.model.checkpoints import LoadedModel
+from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
 # Long modules that every Python from 3.10 on has as one file.

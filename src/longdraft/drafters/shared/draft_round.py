@@ -24,8 +24,8 @@ from longdraft.drafters.shared.draft_batch import DeviceBatch, DraftBatch, batch
 from longdraft.drafters.shared.fused_level import BlockInputs, FusedLevel, draft_kernels
 from longdraft.engine.sequence import Sequence
 from longdraft.model.gpu.cuda_graphs import padded_batch_size
+from longdraft.model.layers.skinny_gemm import patch_linears
 from longdraft.model.runner import TargetRunner
-from longdraft.model.skinny_gemm import patch_linears
 from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.trees.level import TreeLevel, logits_or_topk
 from longdraft.trees.masks import AncestorMask

@@ -13,8 +13,8 @@ from torch import nn
 
 from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_block import DraftBlock
+from longdraft.model.quant.stored import quantize_for_draft
 from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import quantize_for_draft
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock as KernelBlock
 from longdraft.native.draft import DraftLevelInput

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
+from longdraft.drafts.fused_lm import FusedLM
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
-from longdraft.model.fused_lm import FusedLM
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import TreeLevel, logits_or_topk
 from longdraft.trees.masks import AncestorMask

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.huge_pages import drop_prefaulted
-from longdraft.model import stored, stored_model
-from longdraft.model.checkpoints import DType, LoadedModel, Progress, checkpoint_errors, quiet
-from longdraft.model.eos_tokens import config_eos_ids, eos_ids
 from longdraft.model.gguf import tensor_mapping
 from longdraft.model.gguf.architectures import PER_LAYER_FIELDS, Arch, build_config, find_arch
 from longdraft.model.gguf.header import LAYER_PATTERN, ROPE_FREQS, GGUFHeader, require_package
 from longdraft.model.gguf.rope import rope_scaling
 from longdraft.model.gguf.tokenizer import PRE_TOKENIZERS, build_tokenizer
+from longdraft.model.load.checkpoints import DType, LoadedModel, Progress, checkpoint_errors, quiet
+from longdraft.model.load.eos_tokens import config_eos_ids, eos_ids
+from longdraft.model.quant import stored, stored_model
 from longdraft.model.rope import stretch_rope
 from longdraft.native import kernels, unavailable_reason
 from longdraft.native.quantized_matrix import QUANT_SIZES
@@ -210,11 +210,11 @@ def load_gguf(
     progress: Progress,
     arithmetic: Arithmetic | None = None,
 ) -> LoadedModel:
-    """Loads a GGUF file on the CPU. :func:`longdraft.model.checkpoints.check_gguf` has checked ``path`` already.
+    """Loads a GGUF file on the CPU. :func:`longdraft.model.load.checkpoints.check_gguf` has checked ``path`` already.
 
     Args:
         dtype: a dtype other than float32 dequantizes the weights.
-        rope_factor, weights, progress, arithmetic: as for :func:`longdraft.model.loading.load`.
+        rope_factor, weights, progress, arithmetic: as for :func:`longdraft.model.load.loading.load`.
 
     Raises:
         CheckpointError: the file is damaged or of an unknown architecture.

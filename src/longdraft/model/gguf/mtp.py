@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from longdraft.errors import CapabilityError
-from longdraft.model import hosting
 from longdraft.model.gguf import tensor_mapping
 from longdraft.model.gguf.loading import open_gguf
-from longdraft.model.stored import ArrangedLinear, StoredLinear
+from longdraft.model.model_parts import decoder_layers
+from longdraft.model.quant.stored import ArrangedLinear, StoredLinear
 from longdraft.native import QuantizedMatrix
 
 _NUM_LAYERS_FIELD = "nextn_predict_layers"
@@ -39,7 +39,7 @@ def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | No
         if layer_types := getattr(config, "layer_types", None):
             config.layer_types = [*layer_types[:index], "full_attention"]
         config.num_hidden_layers = index + 1  # the MTP layer is loaded as one more decoder layer
-        layer = hosting.decoder_layers(file.load_model(config, require_all=False))[-1]
+        layer = decoder_layers(file.load_model(config, require_all=False))[-1]
         tensors: dict[str, torch.Tensor | QuantizedMatrix] = dict(layer.state_dict())
         for name, module in layer.named_modules():
             if isinstance(module, ArrangedLinear):

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from longdraft.model.experts import DOWN, StoredExperts, as_parameters, is_moe_experts
 from longdraft.model.gguf.architectures import Arch
 from longdraft.model.gguf.header import GGUFTensor
-from longdraft.model.stored import ArrangedLinear
+from longdraft.model.layers.experts import DOWN, StoredExperts, as_parameters, is_moe_experts
+from longdraft.model.quant.stored import ArrangedLinear
 from longdraft.native import QuantizedMatrix
 from longdraft.native.quantized_matrix import QUANT_SIZES
 

@@ -14,15 +14,13 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
-from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
-from longdraft.model.external_quant import random_rows
-from longdraft.model.layout import decoder_config
+from longdraft.model.model_parts import decoder_config
+from longdraft.model.probes.linears import check_linears
 
 # Rows of every decoding forward. A GEMM with 64 rows takes a GPU about as long as one with a single row.
 FIXED_BATCH_ROWS = 64
@@ -61,31 +59,6 @@ class FixedRows:
                 tokens = range(start, min(start + query_len, batch.query_len))
                 yield sequences, tokens, _pad(batch, sequences, tokens, query_len)
             first += batch_size
-
-
-@torch.no_grad()
-def check_linears(model: nn.Module, batch_rows: int) -> None:
-    """Raises CapabilityError if a row's bits depend on the row's index or on other rows. Tests a linear layer of each
-    class and size: on copies of one row, and on the row followed by rows 100 times as large."""
-    checked: set[tuple[object, ...]] = set()
-    for name, module in model.named_modules():
-        sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-        if not all(isinstance(size, int) for size in sizes) or any(True for _ in module.children()):
-            continue
-        weight = getattr(module, "weight", None)
-        key = type(module), type(weight), getattr(weight, "dtype", None), *sizes
-        if key in checked:
-            continue
-        checked.add(key)
-        row = random_rows(model, module, 1)
-        outputs = module.forward(row.expand(1, batch_rows, -1).contiguous())[0]
-        with_large_rows = torch.cat([row, 100 * row.expand(batch_rows - 1, -1)])
-        output = module.forward(with_large_rows[None])[0, 0]
-        if not bool(((outputs == outputs[:1]).all() & (output == outputs[0]).all()).item()):
-            raise CapabilityError(
-                f"deterministic=True cannot be kept here: the result of {name} for a row depends on the row's "
-                "index or on the other rows. Leave it out."
-            )
 
 
 def _pad(batch: ForwardBatch, sequences: range, tokens: range, query_len: int) -> ForwardBatch:

@@ -2,7 +2,7 @@
 
 In a verification, transformers' code of a layer launches about fifty kernels of one or two microseconds each. A fused
 layer launches nine kernels besides attention. GEMMs are torch's, merged if the weights are (:mod:`.merged_linear`).
-:mod:`longdraft.model.fused` compares a fused layer with transformers' code before its first use.
+:mod:`longdraft.model.layers.fused` compares a fused layer with transformers' code before its first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longdraft.attention import custom_ops
 from longdraft.model import hosting
 from longdraft.model.gpu import operators as operators  # defines the operators
 from longdraft.model.gpu.merged_linear import MergedLinear
-from longdraft.model.layer_parts import HEAD_NORMS, LINEAR_NAMES, LayerKinds, LayerSpec
+from longdraft.model.layers.layer_parts import HEAD_NORMS, LINEAR_NAMES, LayerKinds, LayerSpec
 from longdraft.model.rope import NO_ROTATION, CosSin
 
 MAX_HIDDEN = 32768  # the largest row that a program of the norm kernel holds in registers

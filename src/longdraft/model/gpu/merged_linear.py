@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longdraft.model.skinny_gemm import is_plain_tensor
+from longdraft.model.layers.skinny_gemm import is_plain_tensor
 
 # Linear layers of one module that have the same input.
 MERGED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

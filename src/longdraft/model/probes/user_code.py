@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from longdraft.errors import reason_of
-from longdraft.model.fingerprints import user_code_in
+from longdraft.model.called_functions import user_code_in
 from longdraft.model.runner import TargetRunner
 
 # reason_against_drafts compares the logits of _NUM_COMPARED tokens behind a prefix, when each token has its own forward

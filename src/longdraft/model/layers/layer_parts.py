@@ -12,12 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longdraft.attention.forward_batch import ForwardBatch
-from longdraft.memory.windows import WindowKVCache
-from longdraft.model import hosting
 from longdraft.model.called_functions import is_library_code
-from longdraft.model.layout import KVLocation, decoder_config, layout_of
+from longdraft.model.hosting import window_cache
+from longdraft.model.layers.skinny_gemm import is_dtensor, kernel_weights_of
+from longdraft.model.layout import KVLayout, KVLocation
+from longdraft.model.model_parts import decoder_config, decoder_layers, decoder_of
 from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
-from longdraft.model.skinny_gemm import is_dtensor, kernel_weights_of
 from longdraft.native import AttentionMetadata, DecoderLayer
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.int8_kv import KVTensor
@@ -148,7 +148,7 @@ def norms_of(modules: Mapping[str, nn.Module | None]) -> tuple[dict[str, Norm], 
 def final_norm_and_head(model: PreTrainedModel, layers: Iterable[nn.Module]) -> dict[str, Any] | None:
     """Returns the arguments of :class:`DecoderStack` for the final norm and the head, as a dict.
     Returns None if the kernels cannot compute norm and head, or if a user modified a module of the model."""
-    decoder, head = hosting.decoder_of(model), model.get_output_embeddings()
+    decoder, head = decoder_of(model), model.get_output_embeddings()
     modules = [model, decoder, model.get_input_embeddings(), head, *decoder.children(), *layers]
     weights = kernel_weights_of(head)
     if weights is None or any(map(is_modified, modules)):
@@ -211,16 +211,16 @@ class LayerKinds(NamedTuple):
     rotary: nn.Module
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel) -> LayerKinds | None:
+    def from_model(cls, model: PreTrainedModel, layout: KVLayout) -> LayerKinds | None:
         """Finds the kinds. Returns None without rotary embedding, or if a layer attends twice or reads another's KV."""
-        layers, layout, rotary = hosting.decoder_layers(model), layout_of(model), rotary_module(model)
+        layers, rotary = decoder_layers(model), rotary_module(model)
         has_attention = [hasattr(layer, "self_attn") for layer in layers]
         num_attention, num_recurrent = sum(has_attention), len(layers) - sum(has_attention)
         if rotary is None or (num_attention, num_recurrent) != (len(layout.locations), len(layout.recurrent)):
             return None
         if not layout.locations or not all(location.writes_kv for location in layout.locations):
             return None
-        layer_types = getattr(hosting.decoder_config(model), "layer_types", None)
+        layer_types = getattr(decoder_config(model), "layer_types", None)
         rope_types = layer_types if takes_layer_type(rotary) else [SINGLE_ROPE] * len(layers)
         if rope_types is None or len(rope_types) < len(layers):
             return None
@@ -262,7 +262,7 @@ def _kernel_inputs_of_kind(
     """Returns the batch for the layers of one kind, and the keys and values of the cache that these layers read."""
     cache = store
     if window_index is not None:
-        cache = [cache for cache in store.states if isinstance(cache, WindowKVCache)][window_index]
+        cache = window_cache(store, window_index)
         batch = cache.batch_in_buffer(batch)
     mask, is_prefill_chunk = batch.mask, batch.is_prefill and batch.mask is None and not batch.tree_offset
     # The kernels compute a long prefill chunk in a causal mode: a mask for it would take quadratic memory.

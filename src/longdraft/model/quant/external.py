@@ -1,9 +1,9 @@
 """External linear layers: layers that other packages compute, mostly quantised (torchao, bitsandbytes, GPTQ, ...).
 
-Each layer is probed with random inputs, one row for each token, before a model is hosted. If a row's result depends on
-the values of other rows, the model is refused. If the last bits of a row's result depend on the number of rows, the
-layer decodes on a CPU in blocks of a fixed number of rows, or row by row. A drafted token then has the same bits as in
-a plain step.
+Before a model is hosted, each layer is probed (:mod:`longdraft.model.probes.linears`) with one row for each token. If a
+row's result depends on the values of other rows, the model is refused. If the last bits of a row's result depend on the
+number of rows, the layer decodes on a CPU in blocks of a fixed number of rows, or row by row. A drafted token then has
+the same bits as in a plain step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,10 @@ from torch import nn
 from longdraft.attention.transfer import to_device
 from longdraft.errors import UnsupportedModelError, reason_of
 from longdraft.model.hosting import in_decode
-from longdraft.model.skinny_gemm import is_dtensor, is_plain_tensor
+from longdraft.model.layers.skinny_gemm import is_dtensor, is_plain_tensor
+from longdraft.model.probes import linears
 from longdraft.native import kernels
-from longdraft.native.boundary import CPU_FLOAT32
 
-# Number of rows in a block, and larger numbers that are used for many rows if they give the same bits.
-_BLOCK_ROWS, _LARGER_BLOCK_ROWS = 8, (16, 32, 64)
-# Numbers of rows, smaller than a block, that are probed too: if they give the same bits, no blocks are needed.
-_PARTIAL_BLOCK_ROWS = (1, 3, 5)
-# The probe multiplies all rows but the first by this factor, and looks at the first row's result.
-_OTHER_ROWS_FACTOR = 100.0
-# Largest relative change of that result that counts as rounding, in float32 and in 16 bits: a shared scale exceeds it.
-_TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2
-# If a smaller fraction of float32 results is distinct, they were rounded to a smaller dtype.
-_MIN_DISTINCT_FRACTION = 0.9
 # Quantisation methods whose weights transformers dequantises at loading if it has no kernels for them.
 _DEQUANTIZED_METHODS = ("fp8", "mxfp4", "mxfp8")
 
@@ -89,10 +79,8 @@ def remove_wrappers(model: nn.Module) -> None:
 
 def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields names and modules of a model's external linear layers."""
-    for name, module in model.named_modules():
-        is_linear = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
-        # Skips adapters, whose inner linear layers are visited too, and our StoredLinear, which has kernel_weights.
-        if not is_linear or any(True for _ in module.children()) or hasattr(module, "kernel_weights"):
+    for name, module in linears.linear_layers(model):
+        if hasattr(module, "kernel_weights"):  # our StoredLinear
             continue
         weight = getattr(module, "weight", None)
         # Linear layers that transformers' models define themselves, such as routers, are not external.
@@ -117,7 +105,15 @@ def check(model: nn.Module) -> None:
 def make_batch_invariant(model: nn.Module) -> None:
     """Probes external layers, and makes those that need it decode in blocks of rows. The model must be our own copy.
     Raises UnsupportedModelError if a row's result depends on other rows, or a layer's forward fails on its device."""
-    for module, block_sizes in _probed_linears(model):
+    block_sizes_by_kind: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for name, module in list(external_linears(model)):
+        kind = linears.kind_of(module)
+        if kind not in block_sizes_by_kind:
+            block_sizes_by_kind[kind] = _block_sizes(model, name, module)
+        else:
+            with torch.no_grad():  # the first forward may repack the weights
+                module.forward(linears.random_rows(model, module, 1)[None])
+        block_sizes = block_sizes_by_kind[kind]
         forward = vars(module)["forward"] = _outside_inference_mode(module.forward)
         # Without our kernels the model's other layers are not batch invariant either.
         if block_sizes and kernels() is not None:
@@ -131,15 +127,19 @@ def replace_by_random_products(model: nn.Module) -> None:
         vars(module)["forward"] = _random_product(module)
 
 
-def _probed_linears(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[int, ...]]]:
-    """Yields external layers with their block sizes (:func:`_probe`). Layers of one class and size are probed once."""
-    results: dict[tuple[object, ...], tuple[int, ...]] = {}
-    for name, module in list(external_linears(model)):
-        key = (type(module), type(getattr(module, "weight", None)), module.in_features, module.out_features)
-        if key in results:
-            with torch.no_grad():  # the first forward may repack the weights
-                module.forward(random_rows(model, module, 1)[None])
-        yield module, results[key] if key in results else results.setdefault(key, _probe(model, name, module))
+def _block_sizes(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
+    """Returns :func:`.linears.stable_block_sizes` of a layer. Raises UnsupportedModelError if the layer fails."""
+    rows = linears.random_rows(model, module, linears.MAX_BLOCK_ROWS)
+    try:
+        sizes = linears.stable_block_sizes(module, rows)
+    except Exception as error:  # another package can raise any type
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {name} ({_describe_layer(module)}), which cannot compute on {rows.device} in "
+            f"{rows.dtype}: {reason_of(error)}. Load the model on another device, in another dtype, or not quantised."
+        ) from error
+    if sizes is None:
+        raise _unsupported_layer(model, name, module, "computes another result for a row beside larger ones")
+    return sizes
 
 
 def _random_product(module: nn.Module) -> Callable[..., torch.Tensor]:
@@ -152,63 +152,6 @@ def _random_product(module: nn.Module) -> Callable[..., torch.Tensor]:
         return torch.cat([x, -x], dim=-1)[..., to_device(columns, x.device)]
 
     return product
-
-
-def random_rows(model: nn.Module, module: nn.Module, num_rows: int) -> torch.Tensor:
-    """Returns random inputs (num_rows, in_features) of a layer, in the model's dtype."""
-    device = next((t.device for t in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
-    size = int(module.in_features)  # type: ignore[arg-type]
-    rows = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0), **CPU_FLOAT32)
-    return rows.to(device, getattr(model, "dtype", torch.float32))
-
-
-def _probe(model: nn.Module, name: str, module: nn.Module) -> tuple[int, ...]:
-    """Returns the numbers of rows in a block, ascending, that all give a row the same bits.
-    (1,) means that only single rows do; () means that the layer needs no blocks."""
-    rows = random_rows(model, module, _LARGER_BLOCK_ROWS[-1])
-
-    def compute(x: torch.Tensor) -> torch.Tensor:
-        # Unlike module(...), module.forward does not run the user's hooks.
-        out: torch.Tensor = module.forward(x[None])[0]
-        return out
-
-    try:
-        with torch.no_grad():
-            depends_on_others = _depends_on_other_rows(compute, rows[:_BLOCK_ROWS])
-            sizes = _stable_block_sizes(compute, rows) if rows.device.type == "cpu" and not depends_on_others else ()
-    except Exception as error:  # another package can raise any type
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {name} ({_describe_layer(module)}), which cannot compute on {rows.device} in "
-            f"{rows.dtype}: {reason_of(error)}. Load the model on another device, in another dtype, or not quantised."
-        ) from error
-    if depends_on_others:
-        raise _unsupported_layer(model, name, module, "computes another result for a row beside larger ones")
-    return sizes
-
-
-def _depends_on_other_rows(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:
-    """True if a row's result changes by more than rounding when the other rows become larger."""
-    larger = torch.cat([rows[:1], rows[1:] * _OTHER_ROWS_FACTOR])
-    expected, beside_larger = (compute(x)[0].double() for x in (rows, larger))
-    tolerance = _HALF_TOLERANCE if rows.dtype in (torch.bfloat16, torch.float16) else _TOLERANCE
-    return not bool((expected - beside_larger).abs().max() <= tolerance * expected.abs().max())
-
-
-def _stable_block_sizes(compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> tuple[int, ...]:
-    """The block sizes that :func:`_probe` returns."""
-
-    def in_blocks(size: int, x: torch.Tensor = rows) -> torch.Tensor:
-        return torch.cat([compute(block) for block in x.split(size)])
-
-    expected = in_blocks(_BLOCK_ROWS)
-    # roll(3) moves rows within their block and to another block.
-    if not torch.equal(in_blocks(_BLOCK_ROWS, rows.roll(3, 0)).roll(-3, 0), expected):
-        return (1,)
-    if rows.dtype == torch.float32 and len(expected.unique()) < _MIN_DISTINCT_FRACTION * expected.numel():
-        return (_BLOCK_ROWS,)  # after rounding, equal bits do not prove that larger blocks sum in the same order
-    larger = tuple(size for size in _LARGER_BLOCK_ROWS if torch.equal(in_blocks(size), expected))
-    partial_blocks_agree = all(torch.equal(compute(rows[:n]), expected[:n]) for n in _PARTIAL_BLOCK_ROWS)
-    return () if partial_blocks_agree and larger == _LARGER_BLOCK_ROWS else (_BLOCK_ROWS, *larger)
 
 
 def _outside_inference_mode(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -7,7 +7,6 @@ cache, or adds a bias to scores. Computing three tokens shows it. :func:`validat
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,11 +21,14 @@ from longdraft.errors import LongdraftError, UnsupportedModelError, reason_of
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
-from longdraft.model import external_quant, hosting, positions, recurrent, stored, stored_model
-from longdraft.model.checkpoints import quiet
+from longdraft.model import hosting, positions
 from longdraft.model.compat import CACHE_NAMES
-from longdraft.model.layout import AttentionTrace, KVLayout, build_layout, layout_of, traced_layouts
+from longdraft.model.layout import AttentionTrace, KVLayout, build_layout
+from longdraft.model.linear_attention import mixers
+from longdraft.model.load.checkpoints import quiet
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.model_parts import context_length, decoder_config, decoder_of, takes_argument
+from longdraft.model.quant import external, stored, stored_model
 from longdraft.native.boundary import CPU_FLOAT32
 
 # The prefix is prefilled in two chunks, the first of _CHUNK_LEN tokens.
@@ -34,6 +36,7 @@ _PREFIX_LEN, _CHUNK_LEN = 5, 2
 # The tree has three nodes: two roots, and a child of the second root.
 _TREE_MASK, _TREE_PATHS = [[True, False, False], [False, True, False], [False, True, True]], ([0], [1, 2])
 _DEPTHS = (0, 0, 1)
+_NUM_TOKENS = _PREFIX_LEN + len(_TREE_MASK)
 # Windows and chunks of attention are shortened to this number of tokens, so that the few tokens already exceed them.
 _SHORT_WINDOW = 4
 _WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
@@ -50,18 +53,16 @@ ComputePairs = Callable[[hosting.ForwardContext, hosting.ForwardContext], Iterab
 
 
 @torch.inference_mode()
-def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
+def outputs_agree(model: PreTrainedModel, layout: KVLayout, compute: ComputePairs) -> bool:
     """True if kernels and the model's own layers compute equal outputs, KV and recurrent states of made-up tokens.
     One of two sequences is near position 0, the other at the context's end. ``compute`` runs layers and kernels."""
-    layout, vocab_size = layout_of(model), int(hosting.decoder_config(model).vocab_size)
-    capacity = _PREFIX_LEN + len(_TREE_MASK)
-    stores = [KVStore(layout.shape, 2, capacity, model.device) for _ in range(2)]
+    vocab_size = int(decoder_config(model).vocab_size)
+    stores = [_new_store(model, layout, slots=2) for _ in range(2)]
     for store in stores:
-        store.attach_states(*hosting.new_layer_states(model, 2, capacity))
         for tensor in _store_tensors(store):  # both stores get the same random numbers
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1), **CPU_FLOAT32))
     first_root = 100 + _PREFIX_LEN  # the roots' position in the first sequence: any small one but _PREFIX_LEN
-    last_root = max(first_root, hosting.context_length(model) - 2)  # the child is the context's last token
+    last_root = max(first_root, context_length(model) - 2)  # the child is the context's last token
     inputs: dict[str, Any] = {
         "token_ids": [[i % vocab_size for i in (1, 2, 3)]] * 2,
         "positions": [[root + depth for depth in _DEPTHS] for root in (first_root, last_root)],
@@ -71,6 +72,12 @@ def outputs_agree(model: PreTrainedModel, compute: ComputePairs) -> bool:
     reference, kernel = (hosting.ForwardContext(store, batch, attend, layout) for store in stores)
     pairs = [*compute(reference, kernel), *zip(*map(_store_tensors, reversed(stores)), strict=True)]
     return all(_is_close(actual, expected) for actual, expected in pairs)
+
+
+def _new_store(model: PreTrainedModel, layout: KVLayout, slots: int) -> KVStore:
+    store = KVStore(layout.shape, slots, _NUM_TOKENS, model.device)
+    hosting.attach_states(store, layout)
+    return store
 
 
 def _store_tensors(store: KVStore) -> list[torch.Tensor]:
@@ -105,50 +112,42 @@ def _is_close(actual: object, expected: object) -> bool:
 def validate_hosting(model: PreTrainedModel) -> KVLayout:
     """Hosts a copy of a model without the user's hooks, compares it with the model, and returns the layout.
     Raises UnsupportedModelError if the hosted copy fails, or computes something else than the model."""
-    copy = copy_without_hooks(model)
+    copy, name = copy_without_hooks(model), type(model).__name__
     stored_model.set_int8(copy, False)
-    external_quant.replace_by_random_products(copy)
+    external.replace_by_random_products(copy)
     positions.patch_position_ids(copy)
-    recurrent.patch_mixers(copy)
-    return _try_hosting(copy)
-
-
-def _try_hosting(copy: PreTrainedModel) -> KVLayout:
-    """Compares a copy's hosted logits with the logits of the model's own code, and returns the layout."""
-    name, implementation = type(copy).__name__, hosting.decoder_config(copy)._attn_implementation
+    mixers.patch_mixers(copy)
     generator = torch.Generator().manual_seed(0)
-    shape = (_PREFIX_LEN + len(_TREE_MASK),)
+    implementation = decoder_config(copy)._attn_implementation
     vocab_size = stored.weight_shape(copy.get_input_embeddings())[0]
-    try:
-        # quiet() hides transformers' advice to install GPU kernels, which it also gives on a CPU.
-        with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
-            for _ in range(_MAX_TRIALS):
-                token_ids = torch.randint(vocab_size, shape, generator=generator, device="cpu").tolist()
-                hosting.set_attention(copy, implementation)
-                try:
-                    expected = _model_logits(copy, token_ids, bool(recurrent.find_mixers(copy)))
-                except Exception as error:  # the model's own code may raise any type
-                    raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
-                hosting.set_attention(copy)
-                try:
-                    agrees = _logits_agree(_hosted_logits(copy, token_ids), expected)
-                except LongdraftError:
-                    raise
-                except Exception as error:
-                    raise UnsupportedModelError(
-                        f"{name} computes attention with code of its own, so longdraft cannot host it "
-                        f"({reason_of(error)}): decode it with its own generate."
-                    ) from error
-                if agrees:
-                    break
-            else:
+    # quiet() hides transformers' advice to install GPU kernels, which it also gives on a CPU.
+    with _short_windows(copy) as has_windows, quiet() if copy.device.type == "cpu" else nullcontext():
+        for _ in range(_MAX_TRIALS):
+            token_ids = torch.randint(vocab_size, (_NUM_TOKENS,), generator=generator, device="cpu").tolist()
+            hosting.set_attention(copy, implementation)
+            try:
+                expected = _model_logits(copy, token_ids, bool(mixers.find_mixers(copy)))
+            except Exception as error:  # the model's own code may raise any type
+                raise UnsupportedModelError(f"{name} computes no text by itself: {reason_of(error)}.") from error
+            hosting.set_attention(copy)
+            try:
+                layout = _trace_layout(copy, token_ids)
+                agrees = _logits_agree(_hosted_logits(copy, layout, token_ids), expected)
+            except LongdraftError:
+                raise
+            except Exception as error:
                 raise UnsupportedModelError(
-                    f"{name} computes something else than attention to the text before each token (a bias, a mask of "
-                    "its own), so longdraft cannot host it exactly: decode it with its own generate."
-                )
-        return _trace_layout(copy, token_ids) if has_windows else traced_layouts[copy]
-    finally:
-        hosting.set_attention(copy, implementation)
+                    f"{name} computes attention with code of its own, so longdraft cannot host it "
+                    f"({reason_of(error)}): decode it with its own generate."
+                ) from error
+            if agrees:
+                break
+        else:
+            raise UnsupportedModelError(
+                f"{name} computes something else than attention to the text before each token (a bias, a mask of "
+                "its own), so longdraft cannot host it exactly: decode it with its own generate."
+            )
+    return _trace_layout(copy, token_ids) if has_windows else layout
 
 
 @contextmanager
@@ -156,7 +155,7 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
     """Shortens windows and chunks inside the ``with``, so that they slide. Yields True if the model has any."""
     modules = [module for module in copy.modules() if not isinstance(module, PreTrainedModel)]
     shortened: list[tuple[Any, str, int]] = []
-    for owner in (hosting.decoder_config(copy), *modules):
+    for owner in (decoder_config(copy), *modules):
         for name in _WINDOW_SETTINGS:
             size = vars(owner).get(name)
             if isinstance(size, int) and size > _SHORT_WINDOW:
@@ -173,7 +172,7 @@ def _short_windows(copy: PreTrainedModel) -> Iterator[bool]:
 def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool) -> torch.Tensor:
     """Returns logits (3, vocabulary) of the tree's nodes, from the model's own forward of each path.
     ``is_stepwise``: True computes the tokens after the prefix one by one, with the model's cache."""
-    logits, takes_positions = [], "position_ids" in inspect.signature(type(copy).forward).parameters
+    logits, takes_positions = [], takes_argument(copy, "position_ids")
 
     def forward(input_ids: torch.Tensor, start: int, **kwargs: Any) -> Any:
         # ``generate`` passes positions too. Without them some models number tokens differently.
@@ -195,15 +194,12 @@ def _model_logits(copy: PreTrainedModel, token_ids: list[int], is_stepwise: bool
 
 
 @torch.inference_mode()
-def _hosted_logits(copy: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+def _hosted_logits(copy: PreTrainedModel, layout: KVLayout, token_ids: list[int]) -> torch.Tensor:
     """Returns the logits of :func:`_model_logits`, computed with our attention and our store."""
-    layout = traced_layouts[copy] = _trace_layout(copy, token_ids)
-    capacity = _PREFIX_LEN + len(_TREE_MASK)
-    store = KVStore(layout.shape, 1, capacity, copy.device)
-    store.attach_states(*hosting.new_layer_states(copy, 1, capacity))
+    store = _new_store(copy, layout, slots=1)
     for chunk in (token_ids[:_CHUNK_LEN], token_ids[_CHUNK_LEN:_PREFIX_LEN]):  # as a long prompt is prefilled
         prefill = store.make_forward_batch([0], [chunk], is_prefill=True)
-        hosting.run(hosting.decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
+        hosting.run(decoder_of(copy), hosting.ForwardContext(store, prefill, attend, layout))
         store.commit(0, range(len(chunk)))
     mask = torch.tensor([_TREE_MASK], dtype=torch.bool, device="cpu")
     batch = store.make_forward_batch([0], [token_ids[_PREFIX_LEN:]], depths=[_DEPTHS], mask=mask)
@@ -217,7 +213,7 @@ def _trace_layout(copy: PreTrainedModel, token_ids: list[int]) -> KVLayout:
     input_ids, trace = to_device([token_ids[:2]], copy.device), AttentionTrace()
     with hosting.forward_scope(trace):
         copy(input_ids=input_ids, position_ids=_position_ids(input_ids), use_cache=False)
-    calls, shapes = tuple(trace.calls), recurrent.recurrent_shapes(trace)
+    calls, shapes = tuple(trace.calls), mixers.recurrent_shapes(trace)
     if not (calls or shapes):
         raise UnsupportedModelError(
             f"{type(copy).__name__} does not go through transformers' attention interface, so longdraft cannot host "

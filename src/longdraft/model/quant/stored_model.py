@@ -1,4 +1,4 @@
-"""Loads weights into models, some as stored weights (:mod:`.stored`), sets the arithmetic, and checks mapped files."""
+"""Loads weights into models, some as stored weights (:mod:`.stored`), and sets the arithmetic."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CapabilityError
 from longdraft.huge_pages import take_prefaulted
 from longdraft.memory import memory_info
-from longdraft.model.skinny_gemm import is_half_matrix
-from longdraft.model.stored import ArrangedLinear, StoredEmbedding, StoredWeights, dequantize, stored_module
+from longdraft.model.fingerprint import record_mapped_files
+from longdraft.model.layers.skinny_gemm import is_half_matrix
+from longdraft.model.quant.stored import ArrangedLinear, StoredEmbedding, StoredWeights, dequantize, stored_module
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.boundary import allocate_bytes
 
-# Attribute of a model: the files that its weights are memory-mapped from, with their identities and states at loading.
-_MAPPED_FILES = "_longdraft_mapped"
 # Held while nn.Module.register_parameter is replaced, or two threads might restore each other's function.
 _REGISTER_LOCK = threading.RLock()
 _SLOW_REPACK_BYTES = 1 << 30  # repacking more takes seconds
@@ -103,8 +102,7 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
 def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
     """Makes a model's ``save_pretrained`` raise, and records the files that its weights are mapped from."""
     vars(model)["save_pretrained"] = _not_saved
-    if files:
-        vars(model)[_MAPPED_FILES] = [(file.absolute(), _file_state(file)) for file in files]
+    record_mapped_files(model, files)
     return model
 
 
@@ -155,19 +153,6 @@ def repack_weights(model: nn.Module, progress: Callable[[str], None]) -> None:
         module.repack(cpu_kernels, part[: module.data.numel()])
 
 
-def check_mapped_files(model: nn.Module) -> None:
-    """Raises CheckpointError if a file that a model's weights are mapped from was written to.
-    Renaming another file over the mapped file is allowed."""
-    for file, (identity, state) in vars(model).get(_MAPPED_FILES, ()):
-        # A deleted file stays mapped.
-        current_identity, current_state = _file_state(file) if file.exists() else (None, None)
-        if current_identity == identity and current_state != state:
-            raise CheckpointError(
-                f"{file} was written to while its weights were in use: load the model again. (To replace a file that "
-                "is in use, write another and rename it.)"
-            )
-
-
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
     """Inside the ``with``, puts parameters, but not buffers, of modules that this thread makes on the meta device."""
@@ -186,12 +171,6 @@ def init_empty_weights() -> Iterator[None]:
             yield
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _file_state(file: Path) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns a file's identity (device, inode), and its state (size, modification time)."""
-    stat = file.stat()
-    return (stat.st_dev, stat.st_ino), (stat.st_size, stat.st_mtime_ns)
 
 
 def _not_saved(*_args: Any, **_kwargs: Any) -> NoReturn:

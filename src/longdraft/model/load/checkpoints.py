@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -37,8 +37,8 @@ from longdraft.files import (
     read_weight_index,
     require_regular,
 )
-from longdraft.model.eos_tokens import config_eos_ids, eos_ids
-from longdraft.model.external_quant import is_externally_quantized
+from longdraft.model.load.eos_tokens import config_eos_ids, eos_ids
+from longdraft.model.quant.external import is_externally_quantized
 from longdraft.model.rope import stretch_rope
 
 Progress = Callable[[str], None]  # called with one line of text before each step that takes seconds
@@ -67,39 +67,45 @@ class LoadedModel(NamedTuple):
 def read_checkpoint(
     name: str,
     dtype: DType,
-    rope_factor: float | None,
+    rope_factor: float | None = None,
     *,
-    failure: str | None = None,
-    remedy: str = _REMEDY,
-    use_safetensors: bool | None = None,
     with_tokenizer: bool = True,
-    quantized_dtype: DType | None = None,
+    keep_dtype: bool = False,
     tensor_parallel: bool = False,
-    **from_pretrained_kwargs: Any,
 ) -> LoadedModel:
     """Reads a model and its tokenizer to the CPU, silently. Refuses incomplete weights.
 
     Args:
         name: a folder or hub id.
         dtype: dtype of the weights; "auto" takes the checkpoint's.
-        rope_factor: YaRN's factor (:func:`.rope.stretch_rope`); None leaves RoPE unchanged.
-        failure: beginning of the CheckpointError's message, what failed.
-        remedy: end of the CheckpointError's message, what to do.
-        use_safetensors: True reads safetensors, False .bin files, None what there is.
+        rope_factor: YaRN's factor (:func:`longdraft.model.rope.stretch_rope`); None leaves RoPE unchanged.
         with_tokenizer: False returns None as the tokenizer.
-        quantized_dtype: replaces ``dtype`` if another package (bitsandbytes, ...) computes the quantised layers.
-        tensor_parallel: True lets each process under torchrun read its own shards, to its own device.
-        from_pretrained_kwargs: further arguments of every ``from_pretrained`` (config, tokenizer, model)."""
+        keep_dtype: True keeps the checkpoint's dtype, unless another package (bitsandbytes, ...) computes its layers.
+        tensor_parallel: True lets each process under torchrun read its own shards, to its own device."""
     tokenizer: Any = None
-    with checkpoint_errors(name, failure or f"The model in {name} cannot be read", remedy), quiet():
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **from_pretrained_kwargs)
-        if quantized_dtype is not None and is_externally_quantized(config):
-            dtype = quantized_dtype
+    folder = Path(name).expanduser()
+    is_folder = folder.is_dir()
+    # Some tokenizers would look up the folder's origin on the hub, and hang if it is unreachable.
+    kwargs: dict[str, Any] = {"trust_remote_code": False} | ({"local_files_only": True} if is_folder else {})
+    use_safetensors = check_folder(folder) if is_folder else None  # None: what there is
+    if is_folder:
+        name = str(folder)
+        failure, remedy = f"The model in {name} cannot be read", _REMEDY
+    else:
+        failure = f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed"
+        remedy = (
+            f"Check that https://huggingface.co/{name} exists and can be reached from this machine (a gated model "
+            "needs `hf auth login`), or give a local folder."
+        )
+    with checkpoint_errors(name, failure, remedy), quiet():
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        if keep_dtype and not is_externally_quantized(config):
+            dtype = "auto"
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         if with_tokenizer:
             with checkpoint_errors(name, f"The tokenizer in {name} cannot be read", _TOKENIZER_REMEDY):
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **from_pretrained_kwargs)
+                tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
                 eos_ids(tokenizer)  # a damaged tokenizer may load and fail at its first use, so it is used here
                 tokenizer.decode(tokenizer("a b").input_ids)
         # AutoModelForImageTextToText loads models that also read images.
@@ -109,13 +115,12 @@ def read_checkpoint(
             name,
             config=config,
             dtype=dtype,
-            trust_remote_code=False,
             use_safetensors=use_safetensors,
             weights_only=True,
             ignore_mismatched_sizes=True,  # transformers would raise without a remedy: this function raises below
             output_loading_info=True,
             **({"distributed_config": DistributedConfig(tp_plan="auto")} if tensor_parallel else {}),
-            **from_pretrained_kwargs,
+            **kwargs,
         )
         config_eos_ids(model.generation_config)  # raises for ids that are no numbers
     # Tied weights do not count as missing.
@@ -187,14 +192,6 @@ def check_gguf(file: Path) -> None:
         raise CheckpointError(
             f"{file} is not a GGUF file (it begins with {magic!r}). Give a .gguf file, or the model's folder."
         )
-
-
-def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with all settings: those missing in ``config`` get transformers' defaults.
-    Raises ValueError if transformers does not know its ``model_type``, or a value is not allowed."""
-    settings = {name: value for name, value in config.items() if name != "model_type"}
-    completed: dict[str, Any] = AutoConfig.for_model(str(config.get("model_type") or "llama"), **settings).to_dict()
-    return completed
 
 
 @contextmanager

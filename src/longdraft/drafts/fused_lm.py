@@ -12,9 +12,9 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.store import KVStore
+from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.model.rope import NO_ROTATION, CosSin, depends_on_length, rotary_module
 from longdraft.model.runner import TargetRunner
-from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.native import DecoderStack, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 

@@ -23,17 +23,16 @@ from transformers.activations import ACT2FN
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import UnsupportedModelError
-from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, RecurrentStates, StateCheckpoint
-from longdraft.memory.store import KVStore
-from longdraft.model.batch_invariant import in_full_vectors, outside_mode
+from longdraft.memory.recurrent import RecurrentLayerState, RecurrentShape, StateCheckpoint
 from longdraft.model.compat import CACHE_NAMES
-from longdraft.model.hosting import current_forward, current_trace
+from longdraft.model.hosting import current_forward, current_trace, recurrent_states
+from longdraft.model.layers.batch_invariant import in_full_vectors, outside_mode
 from longdraft.model.layout import AttentionTrace
+from longdraft.model.linear_attention.recurrences import RECURRENCES, Recurrence, bind_arguments, step_function
+from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_orders, tree_parents, with_ancestors
 from longdraft.model.model_copy import class_forward, get_forward, names_in_forward, replace_forward, with_globals
-from longdraft.model.recurrences import RECURRENCES, Recurrence, bind_arguments, step_function
-from longdraft.model.tree_paths import conv_input_indices, tree_parents, with_ancestors
 from longdraft.native import kernels
-from longdraft.native.recurrent import RecurrentSequence, TreeOrder, convolve, run_recurrence
+from longdraft.native.recurrent import RecurrentSequence, convolve, run_recurrence
 
 _CONV_FUNCTION = "causal_conv1d_fn"
 # A module is a mixer if its forward calls one of these methods of the cache.
@@ -324,9 +323,9 @@ class _TreeAdapter(_StateCacheAdapter):
         has_decay_matrix = linear_recurrence.a is not None and linear_recurrence.a.dim() > 1  # Mamba-1
         if has_decay_matrix or not is_float32 or (cpu_kernels := kernels()) is None:
             return None
-        sequences, offset = [], self._batch.tree_offset
-        for state, parents in zip(self._states, tree_parents(self._batch), strict=True):
-            checkpoint, order = state.checkpoint, TreeOrder(parents, with_ancestors(parents, offset), offset)
+        sequences = []
+        for state, order in zip(self._states, tree_orders(self._batch), strict=True):
+            checkpoint = state.checkpoint
             assert checkpoint.recurrent_state is not None
             pending = recurrence.kernel_inputs(checkpoint.pending_inputs) if checkpoint.pending_inputs else ()
             inputs = recurrence.kernel_inputs(state.recurrence_inputs) if state.recurrence_inputs else ()
@@ -346,11 +345,6 @@ class _TreeAdapter(_StateCacheAdapter):
             if node >= self._batch.tree_offset:
                 outputs.append(out)
         return torch.stack(outputs)
-
-
-def recurrent_states(store: KVStore) -> RecurrentStates:
-    """Returns the states of a store's recurrent layers."""
-    return next(states for states in store.states if isinstance(states, RecurrentStates))
 
 
 def apply_pending(recurrence: Recurrence, layer_state: RecurrentLayerState, arguments: dict[str, Any]) -> torch.Tensor:

@@ -9,9 +9,9 @@ import torch
 
 from longdraft import native
 from longdraft.memory.memory_info import format_bytes
+from longdraft.model.layers.skinny_gemm import kernel_weights_of
+from longdraft.model.quant.stored_model import has_stored_weights
 from longdraft.model.runner import TargetRunner
-from longdraft.model.skinny_gemm import kernel_weights_of
-from longdraft.model.stored_model import has_stored_weights
 from longdraft.native.build import LEVEL_NAMES
 from longdraft.native.library import HEAD_DIM_MULTIPLE, NO_KERNELS_COST
 

@@ -32,11 +32,9 @@ def skinny_gemm(
 
 def kernel_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """Computes ``F.linear`` with our kernel, for any number of rows. Returns None if our kernel cannot do it."""
-    cpu_kernels, is_float32 = kernels(), _is_float32_matrix(weight)
-    is_readable = is_float32 or is_half_matrix(weight)
-    if cpu_kernels is None or x.dtype != weight.dtype or x.device.type != "cpu" or not is_readable or not x.numel():
+    cpu_kernels, matrix = kernels(), _kernel_matrix(weight)
+    if cpu_kernels is None or x.dtype != weight.dtype or x.device.type != "cpu" or matrix is None or not x.numel():
         return None
-    matrix = weight.detach() if is_float32 else QuantizedMatrix.from_half(weight.detach())
     bias = None if bias is None else bias.detach().float()
     # The kernel sums in float32. A result in half precision is rounded once, at the end.
     return cpu_kernels.linear(x.float(), [(matrix, bias)])[0].to(x.dtype)
@@ -52,20 +50,13 @@ def patch_linears(module: nn.Module) -> None:
 
 def kernel_weights_of(layer: nn.Module) -> LinearWeights | None:
     """Returns a linear layer's weight and bias for our kernels; None if the kernels do not support the layer."""
-    weight: torch.Tensor | QuantizedMatrix
-    if isinstance(stored := getattr(layer, "kernel_weights", None), QuantizedMatrix):
-        weight = stored
-    # Subclasses of Linear (quantised, with adapters) and of Tensor may compute something else.
-    elif type(layer) is not nn.Linear or not is_plain_tensor(getattr(layer, "weight", None)):
+    weight = getattr(layer, "kernel_weights", None)
+    if not isinstance(weight, QuantizedMatrix):
+        # Subclasses of Linear (quantised, with adapters) may compute something else.
+        weight = _kernel_matrix(getattr(layer, "weight", None)) if type(layer) is nn.Linear else None
+    if weight is None:
         return None
-    elif _is_float32_matrix(layer.weight):
-        weight = layer.weight.detach()  # keeps the storage, which the parameter may exchange later
-    elif is_half_matrix(layer.weight):
-        weight = QuantizedMatrix.from_half(layer.weight)
-    else:
-        return None
-    bias = layer.bias
-    return weight, bias.detach().float() if isinstance(bias, torch.Tensor) else None
+    return weight, layer.bias.detach().float() if isinstance(layer.bias, torch.Tensor) else None
 
 
 def is_plain_tensor(weight: object) -> bool:
@@ -85,6 +76,11 @@ def is_dtensor(weight: object) -> bool:
     return hasattr(weight, "device_mesh")
 
 
-def _is_float32_matrix(weight: torch.Tensor) -> bool:
-    on_cpu = weight.device.type == "cpu" and is_plain_tensor(weight)
-    return on_cpu and weight.dtype == torch.float32 and weight.stride(-1) == 1
+def _kernel_matrix(weight: torch.Tensor | None) -> torch.Tensor | QuantizedMatrix | None:
+    """Returns a matrix as our kernels read it, in the same memory; None if they cannot read it."""
+    if weight is None or not is_plain_tensor(weight):  # a subclass may stand for other numbers
+        return None
+    if is_half_matrix(weight):
+        return QuantizedMatrix.from_half(weight.detach())
+    is_float32 = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.stride(-1) == 1
+    return weight.detach() if is_float32 else None

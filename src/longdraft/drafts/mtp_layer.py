@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from longdraft.drafts.small_llama import PackedAttend, packed_attention
 from longdraft.errors import UnsupportedModelError
-from longdraft.model import hosting, stored_model
-from longdraft.model.skinny_gemm import is_half_matrix
-from longdraft.model.small_llama import PackedAttend, packed_attention
+from longdraft.model import hosting
+from longdraft.model.layers.skinny_gemm import is_half_matrix
+from longdraft.model.model_parts import decoder_config, decoder_layers
+from longdraft.model.quant import stored_model
 from longdraft.native import QuantizedMatrix, kernels
 
 
@@ -26,7 +28,7 @@ def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
 
     ``sparse``: True makes a layer with experts, as in transformers' ``mlp_layer_types``.
     Raises UnsupportedModelError if the class cannot be constructed, or lacks a part that the functions here use."""
-    config = copy.deepcopy(hosting.decoder_config(model))
+    config = copy.deepcopy(decoder_config(model))
     config._attn_implementation = hosting.ATTENTION_NAME
     # Settings of the layer with index 0, by which different models choose attention and MLP.
     overrides: dict[str, Any] = {
@@ -41,7 +43,7 @@ def new_decoder_layer(model: PreTrainedModel, sparse: bool) -> nn.Module:
             setattr(config, name, value)
     if getattr(config, "_experts_implementation", None) is not None:
         config._experts_implementation = "eager"  # transformers' loop over experts, which needs no grouped GEMM
-    layer_class: Any = type(hosting.decoder_layers(model)[-1])
+    layer_class: Any = type(decoder_layers(model)[-1])
     try:
         with torch.device("meta"):
             layer: nn.Module = layer_class(config, 0)
@@ -67,7 +69,7 @@ def load_weights(
     dtype: torch.dtype,
     int8: bool,
 ) -> nn.Module:
-    """Loads weights (:func:`.stored_model.load_weights`). Matrices in 16 bits stay so if our kernels can read them."""
+    """Loads weights into a module. Matrices in 16 bits stay so if our kernels can read them."""
     loaded = dict(weights)
     for name, weight in weights.items() if kernels() is not None else ():
         if isinstance(weight, torch.Tensor) and weight.dim() == 2 and is_half_matrix(weight):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from longdraft.model.hosting import in_prefill
-from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
+from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
 from longdraft.model.tensor_parallel import full_tensor, local_tensor
 from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
@@ -76,7 +76,7 @@ class StoredLinear(StoredWeights):
 
     @property
     def kernel_weights(self) -> QuantizedMatrix:
-        """The matrix, for :func:`longdraft.model.skinny_gemm.kernel_weights_of`."""
+        """The matrix, for :func:`longdraft.model.layers.skinny_gemm.kernel_weights_of`."""
         return self.matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -169,12 +169,6 @@ def stored_module(module: nn.Module, matrix: QuantizedMatrix, bias: torch.Tensor
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
-def repack_for_int8(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Adds a repacked copy for int8 arithmetic to a matrix, if our kernels can make one (:meth:`Kernels.repack`)."""
-    cpu_kernels = kernels()
-    return cpu_kernels.repack(matrix) if cpu_kernels is not None and cpu_kernels.can_repack(matrix) else matrix
-
-
 def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
     """Returns the matrix in float32."""
     cpu_kernels = kernels() if matrix.data.device.type == "cpu" else None
@@ -239,7 +233,8 @@ def quantize_for_draft(
     if isinstance(weights, QuantizedMatrix):
         chunks = (dequantize(QuantizedMatrix(chunk, weights.format)) for chunk in chunks)
     quantized = torch.cat([quantize_blocks(chunk, target_format) for chunk in chunks])
-    return repack_for_int8(QuantizedMatrix(quantized, target_format, int8=True))
+    matrix, cpu_kernels = QuantizedMatrix(quantized, target_format, int8=True), kernels()
+    return cpu_kernels.repack(matrix) if cpu_kernels is not None and cpu_kernels.can_repack(matrix) else matrix
 
 
 def quantized_draft_bytes(weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8) -> int:

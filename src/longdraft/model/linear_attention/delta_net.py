@@ -10,8 +10,8 @@ from torch import nn
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.recurrent import RecurrentLayerState
-from longdraft.model.hosting import ForwardContext
-from longdraft.model.layer_parts import (
+from longdraft.model.hosting import ForwardContext, recurrent_states
+from longdraft.model.layers.layer_parts import (
     LINEAR_NAMES,
     LLAMA_NORMS,
     has_modified_parts,
@@ -20,10 +20,9 @@ from longdraft.model.layer_parts import (
     norms_of,
     uses_gelu,
 )
+from longdraft.model.linear_attention.tree_paths import conv_input_indices, tree_orders
 from longdraft.model.model_copy import names_in_forward
-from longdraft.model.recurrent import recurrent_states
-from longdraft.model.stored import ArrangedLinear
-from longdraft.model.tree_paths import conv_input_indices, tree_parents, with_ancestors
+from longdraft.model.quant.stored import ArrangedLinear
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.delta import DeltaNetBatch, DeltaNetDims, DeltaNetSequence, GatedDeltaNetLayer
 from longdraft.native.recurrent import RecurrentSequence, TreeOrder
@@ -89,13 +88,12 @@ def delta_layer_inputs(
     if not layers:
         yield None
         return
-    batch, states, start = ctx.batch, recurrent_states(ctx.store), ctx.batch.tree_offset  # start: the first new node
-    tree_orders = [TreeOrder(parents, with_ancestors(parents, start), start) for parents in tree_parents(batch)]
+    batch, states = ctx.batch, recurrent_states(ctx.store)
     states_by_layer = [[states.layer_state(slot, index) for slot in batch.slots] for index in layer_indices]
     inputs = [
         _sequence_inputs(layer, state, batch, order)
         for layer, sequence_states in zip(layers, states_by_layer, strict=True)
-        for state, order in zip(sequence_states, tree_orders, strict=True)
+        for state, order in zip(sequence_states, tree_orders(batch), strict=True)
     ]
     yield DeltaNetBatch(inputs, conv_input_indices(batch, layers[0].conv_kernel_size))
     for state in (state for sequence_states in states_by_layer for state in sequence_states):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from longdraft import native
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
 from longdraft.memory import memory_info
-from longdraft.model import stored_model
-from longdraft.model.checkpoints import DType, LoadedModel, Progress, check_folder, check_gguf, read_checkpoint
-from longdraft.model.embedded import EMBEDDED_ID, packaged_file
-from longdraft.model.experts import store_half_experts
-from longdraft.model.external_quant import decompress_to
-from longdraft.model.gc_pause import gc_paused
 from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
 from longdraft.model.gpu import merged_linear
+from longdraft.model.layers.experts import store_half_experts
+from longdraft.model.load.checkpoints import DType, LoadedModel, Progress, check_gguf, read_checkpoint
+from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.load.gc_pause import gc_paused
+from longdraft.model.quant import stored_model
+from longdraft.model.quant.external import decompress_to
 from longdraft.options import Option
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,13 +61,14 @@ def load(
     target_device = _resolve_device(device)
     loaded_dtype = resolve_dtype(dtype, target_device)
     on_progress = progress or (lambda message: None)
-    if target_device.type == "cpu" and loaded_dtype == torch.float32:
+    is_cpu_float32 = target_device.type == "cpu" and loaded_dtype == torch.float32
+    if is_cpu_float32:
         native.kernels(progress)  # compiled now, where progress can announce it
     elif weights == "stored":
         raise CapabilityError(
             f"Stored weights are for float32 on a CPU, not {loaded_dtype} on {target_device}: leave weights out."
         )
-    if arithmetic is not None and not (target_device.type == "cpu" and loaded_dtype == torch.float32):
+    if arithmetic is not None and not is_cpu_float32:
         raise CapabilityError(
             f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target_device}: leave it out."
         )
@@ -117,26 +117,16 @@ def _read(
     if path.is_file():
         check_gguf(path)
         return load_gguf(path, dtype, rope_factor, weights, on_progress, arithmetic)
-    read_kwargs: dict[str, Any]
     if path.is_dir():
-        # local_files_only: some tokenizers would look up the folder's origin on the hub, and hang if it is unreachable.
-        name, read_kwargs = str(path), {"use_safetensors": check_folder(path), "local_files_only": True}
         on_progress(f"Loading the weights in {path}")
     elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:  # no hub id
         raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
     else:
         on_progress(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
-        read_kwargs = {
-            "failure": f"{name!r} is not a folder here, and reading it from the Hugging Face hub failed",
-            "remedy": f"Check that https://huggingface.co/{name} exists and can be reached from this machine "
-            "(a gated model needs `hf auth login`), or give a local folder.",
-        }
     if arithmetic == "int8":
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
-    keeps_stored = dtype == torch.float32 and (native.kernels() if weights is None else weights == "stored")
-    read_dtype = "auto" if keeps_stored else dtype  # "auto" is the checkpoint's dtype
-    read_kwargs["tensor_parallel"] = tensor_parallel
-    loaded = read_checkpoint(name, read_dtype, rope_factor, quantized_dtype=dtype, **read_kwargs)
+    keeps_stored = dtype == torch.float32 and bool(native.kernels() if weights is None else weights == "stored")
+    loaded = read_checkpoint(name, dtype, rope_factor, keep_dtype=keeps_stored, tensor_parallel=tensor_parallel)
     if isinstance(dtype, torch.dtype):
         decompress_to(loaded.model, dtype)
     if keeps_stored:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from longdraft.model.batch_invariant import in_full_vectors
+from longdraft.model.layers.batch_invariant import in_full_vectors
 from longdraft.native.recurrent import LinearRecurrence, RecurrentInputs
 
 Arguments = Mapping[str, Any]  # a chunked function's arguments, by name

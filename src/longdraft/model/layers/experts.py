@@ -2,7 +2,7 @@
 
 transformers' grouped GEMMs are not batch invariant: their rounding depends on the number of tokens. This file replaces
 them in modules of transformers' ``ExpertsInterface``, whose attributes state how the matrices are laid out and whether
-there is a gate. Other MoE layers run their own code in :class:`~longdraft.model.batch_invariant.BatchInvariantMode`.
+there is a gate. Other MoE layers run their own code in :class:`~.batch_invariant.BatchInvariantMode`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from torch.func import functional_call
 
 from longdraft.model.hosting import in_decode
+from longdraft.model.layers.skinny_gemm import is_half_matrix, is_plain_tensor
 from longdraft.model.model_copy import get_forward, replace_forward
-from longdraft.model.skinny_gemm import is_half_matrix, is_plain_tensor
-from longdraft.model.stored import StoredWeights
+from longdraft.model.quant.stored import StoredWeights
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 
@@ -95,9 +95,7 @@ def _kernel_forward(module: Any) -> Callable[..., torch.Tensor]:
         parameters = [module._parameters.get(name) for name in names]
         if not cached or any(a is not b for a, b in zip(cached, parameters, strict=False)):
             experts = _experts_of(module, names)
-            if any(
-                parameter is None for parameter in parameters
-            ):  # an adapter put a tensor of this forward in its place
+            if any(p is None for p in parameters):  # an adapter put a tensor of this forward in its place
                 return experts
             cached[:] = [*parameters, experts]
         result: Experts | None = cached[-1]

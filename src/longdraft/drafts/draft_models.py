@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
+from longdraft.drafts.small_llama import frozen_linear
 from longdraft.folders import is_gguf
-from longdraft.model import hosting, stored
-from longdraft.model.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
-from longdraft.model.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.gguf.header import require_package
 from longdraft.model.gguf.loading import GGUFFile
-from longdraft.model.loading import load
+from longdraft.model.load.checkpoints import check_folder, check_gguf, checkpoint_errors, quiet, read_checkpoint
+from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
+from longdraft.model.load.loading import load
+from longdraft.model.model_parts import context_length, decoder_config
+from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
-from longdraft.model.small_llama import frozen_linear
 
 # Two vocabularies count as equal if at most this fraction of the ids that both have stands for different tokens:
 # models of one family may rename special tokens.
@@ -57,7 +57,7 @@ def read_model_sizes(name: str) -> ModelSizes:
         return ModelSizes(
             stored.weight_shape(model.get_output_embeddings())[0],
             sum(p.numel() for p in model.parameters()),
-            hosting.context_length(model),
+            context_length(model),
         )
 
 
@@ -81,11 +81,7 @@ def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> Pre
     A GGUF file's matrices stay quantised. Raises CheckpointError if the model cannot be read, or is incomplete."""
     if is_gguf(name):
         return load(name, dtype=dtype, device=device).model
-    folder = Path(name).expanduser()
-    kwargs: dict[str, Any] = {}
-    if folder.is_dir():
-        name, kwargs = str(folder), {"use_safetensors": check_folder(folder), "local_files_only": True}
-    model = read_checkpoint(name, dtype, None, with_tokenizer=False, **kwargs).model
+    model = read_checkpoint(name, dtype, with_tokenizer=False).model
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -146,7 +142,7 @@ def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
             head.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         else:
             model.set_output_embeddings(frozen_linear(head.weight[:size], bias))
-        hosting.decoder_config(model).vocab_size = size
+        decoder_config(model).vocab_size = size
     return model
 
 

@@ -1,7 +1,7 @@
 """Fuses decoder layers: on a CPU all layers and the head into one kernel call, on a GPU each layer into a few launches.
 
 The kernels compute layers like Llama's, and on a CPU also layers like Gemma's and gated DeltaNet. They are used only if
-their results equal those of the model's own code (:func:`longdraft.model.validation.outputs_agree`).
+their results equal those of the model's own code (:func:`longdraft.model.probes.tokens.outputs_agree`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import MemoryBudgetError, reason_of
 from longdraft.memory import memory_info
 from longdraft.memory.store import KVStore
-from longdraft.model import hosting, stored_model
-from longdraft.model.delta_parts import delta_layer_inputs, kernel_delta_layer
+from longdraft.model import hosting
 from longdraft.model.gpu import layers as gpu_layers
 from longdraft.model.gpu.layers import FusedLayer, FusedLayerForward
-from longdraft.model.layer_parts import LayerKinds, final_norm_and_head, is_cpu_float32, kernel_layer
-from longdraft.model.layout import layout_of
+from longdraft.model.layers.layer_parts import LayerKinds, final_norm_and_head, is_cpu_float32, kernel_layer
+from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS
+from longdraft.model.layout import KVLayout, config_layout
+from longdraft.model.linear_attention.delta_net import delta_layer_inputs, kernel_delta_layer
 from longdraft.model.model_copy import copy_without_hooks
+from longdraft.model.model_parts import decoder_layers
+from longdraft.model.probes.tokens import ComputePairs, OutputPair, outputs_agree
+from longdraft.model.quant import stored_model
+from longdraft.model.quant.stored import quantize_for_draft, quantized_draft_bytes
 from longdraft.model.rope import CosSin
-from longdraft.model.skinny_gemm import MAX_SKINNY_ROWS
-from longdraft.model.stored import quantize_for_draft, quantized_draft_bytes
-from longdraft.model.validation import ComputePairs, OutputPair, outputs_agree
 from longdraft.native import DecoderLayer, DecoderStack, QuantizedMatrix, kernels
 from longdraft.native.delta import GatedDeltaNetLayer
 from longdraft.native.structures import LinearWeights
@@ -43,6 +45,7 @@ class FusedLayers:
 
     Args:
         model: our own copy, with our attention.
+        layout: where its KV lies; None if all layers have full attention.
 
     Attributes:
         layers: the layers for the kernels, one for each layer of the model; empty if the model is not fused.
@@ -50,13 +53,17 @@ class FusedLayers:
         on_gpu: True if the model is on a GPU that the kernels support.
         stack: all layers with the head, for one kernel call; None on a GPU, or if the model is not fused."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout | None) -> None:
         self.layers: list[DecoderLayer | GatedDeltaNetLayer] | list[FusedLayer] = []
         self.stack: DecoderStack | None = None
         self._model, self._is_quantized_for_draft = model, False
         cpu_kernels = kernels() if model.device.type == "cpu" and model.dtype == torch.float32 else None
         self.on_gpu = gpu_layers.supports(model)
-        self.layer_kinds = LayerKinds.from_model(model) if cpu_kernels is not None or self.on_gpu else None
+        self.layer_kinds: LayerKinds | None = None
+        if cpu_kernels is None and not self.on_gpu:
+            return
+        self._layout = layout or config_layout(model)
+        self.layer_kinds = LayerKinds.from_model(model, self._layout)
         if self.layer_kinds is None:
             return
         if cpu_kernels is None:
@@ -72,7 +79,7 @@ class FusedLayers:
             stored_model.set_int8(model, self._int8)
 
     def _fuse_on_cpu(self, kinds: LayerKinds) -> None:
-        modules, head_dim = list(hosting.decoder_layers(self._model)), layout_of(self._model).shape.head_dim
+        modules, head_dim = list(decoder_layers(self._model)), self._layout.shape.head_dim
         if not all(map(is_cpu_float32, modules)):
             return
         converted = [kernel_layer(layer, head_dim) or kernel_delta_layer(layer) for layer in modules]
@@ -90,17 +97,17 @@ class FusedLayers:
             self.stack = self.stack.map_weights(_in_int8)
 
     def _fuse_on_gpu(self, kinds: LayerKinds) -> None:
-        model, shape = self._model, layout_of(self._model).shape
+        model, shape = self._model, self._layout.shape
         if shape.padded or any(kind.window_index is not None for kind in kinds.kinds):
             return
-        converted = [gpu_layers.fused_layer_of(layer, shape.head_dim) for layer in hosting.decoder_layers(model)]
+        converted = [gpu_layers.fused_layer_of(layer, shape.head_dim) for layer in decoder_layers(model)]
         layers = [layer for layer in converted if layer is not None]
         if len(layers) < len(converted):
             logger.info("The GPU kernels do not support this model's layers: the model's own code computes them.")
             return
 
         def fused_forwards(copied: PreTrainedModel) -> Iterator[tuple[nn.Module, FusedLayerForward]]:
-            for index, (layer, fused_layer) in enumerate(zip(hosting.decoder_layers(copied), layers, strict=True)):
+            for index, (layer, fused_layer) in enumerate(zip(decoder_layers(copied), layers, strict=True)):
                 yield layer, FusedLayerForward(fused_layer, kinds, index, layer.forward)
 
         def compare_layers(reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
@@ -197,7 +204,7 @@ class FusedLayers:
     def _compare_stack(self, reference: hosting.ForwardContext, kernel: hosting.ForwardContext) -> Iterator[OutputPair]:
         """Yields pairs of logits and of the last layer's outputs, as the final norm hides a wrong scale in logits."""
         assert self.layer_kinds is not None
-        last = len(hosting.decoder_layers(self._model)) - 1
+        last = len(decoder_layers(self._model)) - 1
         reference, kernel = (replace(ctx, hidden_layers=frozenset([last])) for ctx in (reference, kernel))
         hook = hosting.add_hidden_hook(self._model, last)
         try:
@@ -214,7 +221,7 @@ class FusedLayers:
     def _agrees_with_model(self, compute: ComputePairs) -> bool:
         """True if the pairs of results that ``compute`` yields are equal. Logs the reason if not."""
         try:
-            if outputs_agree(self._model, compute):
+            if outputs_agree(self._model, self._layout, compute):
                 return True
             logger.info("The model's layers compute something else than longdraft's kernels: their own code is used.")
         except Exception as error:  # a model, a compiler or a driver can raise any type

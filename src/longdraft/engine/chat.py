@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longdraft.engine.rendering import render_template
 from longdraft.errors import PromptError
-from longdraft.model.rendering import render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

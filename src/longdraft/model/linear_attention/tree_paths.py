@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
+from longdraft.native.recurrent import TreeOrder
 
 _PREFIX, _UNKNOWN = -1, -2  # instead of a parent node: the committed prefix; not known
 
@@ -42,6 +43,12 @@ def with_ancestors(parents: list[int], offset: int) -> list[int]:
         while (node := parents[node]) >= 0:
             nodes.add(node)
     return sorted(nodes)
+
+
+def tree_orders(batch: ForwardBatch) -> list[TreeOrder]:
+    """Returns, for each sequence, the order in which the kernels compute its new tokens."""
+    start = batch.tree_offset
+    return [TreeOrder(parents, with_ancestors(parents, start), start) for parents in tree_parents(batch)]
 
 
 def conv_input_indices(batch: ForwardBatch, kernel_size: int) -> list[torch.Tensor]:

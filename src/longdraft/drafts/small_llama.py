@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedMo
 
 from longdraft.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longdraft.model import hosting
+from longdraft.model.model_parts import decoder_layers, decoder_of
 from longdraft.model.runner import TargetRunner
 from longdraft.model.tensor_parallel import full_tensor
 
@@ -128,14 +129,14 @@ def initialize(decoder: PreTrainedModel, seed: int, head: torch.Tensor) -> None:
 def copy_target_layers(decoder: PreTrainedModel, runner: TargetRunner, layers: tuple[int, ...]) -> None:
     """Initialises the decoder from these layers of the target, and from the target's final norm.
     Raises ConfigError if the decoder has another number of layers, the target lacks one, or sizes or parts differ."""
-    target_layers = hosting.decoder_layers(runner.model)
+    target_layers = decoder_layers(runner.model)
     if len(layers) != len(decoder.layers):
         raise ConfigError(f"start_from names {len(layers)} layers for a draft of {len(decoder.layers)}: name as many.")
     if not all(0 <= i < len(target_layers) for i in layers):
         raise ConfigError(f"start_from {list(layers)}: the target has layers 0 to {len(target_layers) - 1}.")
     pairs = [(module, target_layers[i]) for module, i in zip(decoder.layers, layers, strict=True)]
     # Without a norm, nn.Module() lets load_state_dict raise.
-    pairs.append((decoder.norm, getattr(hosting.decoder_of(runner.model), "norm", None) or nn.Module()))
+    pairs.append((decoder.norm, getattr(decoder_of(runner.model), "norm", None) or nn.Module()))
     try:
         for module, target_module in pairs:
             state = target_module.state_dict()

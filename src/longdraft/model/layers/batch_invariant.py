@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from longdraft.model.skinny_gemm import is_plain_tensor, kernel_linear
+from longdraft.model.layers.skinny_gemm import is_plain_tensor, kernel_linear
 from longdraft.native import kernels
 from longdraft.native.experts import ExpertWeights, GroupedGemm
 

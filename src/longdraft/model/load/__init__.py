@@ -1,0 +1,1 @@
+"""Loads models and tokenizers: folders, hub ids, the embedded model. ``longdraft.model.gguf`` reads GGUF files."""

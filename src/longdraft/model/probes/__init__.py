@@ -1,0 +1,1 @@
+"""Computes made-up inputs, to find out what configurations do not say: whether something else is computed."""
