@@ -12,7 +12,7 @@ import typer
 
 import longdraft
 from longdraft.cli import console, method_options, options
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import RequestError, needs_extra
 
 if TYPE_CHECKING:
     from longdraft.model.checkpoints import Progress
@@ -118,13 +118,9 @@ def serve(
     first_method_options = decoding.resolve_options(methods[0] if methods else None, option)
     if not ray:  # with Ray, the replicas load the model
         decoding.model_options.preload()
-    try:
+    with needs_extra("serve", "The server needs FastAPI, uvicorn and other packages"):
         from longdraft.serve.server import Server
         from longdraft.serve.settings import LOCAL_HOSTS, ServerSettings, normalize_origins, read_api_keys
-    except ImportError as error:
-        raise CapabilityError(
-            f'The server needs FastAPI, uvicorn and other packages: pip install "longdraft[serve]" ({error}).'
-        ) from error
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_api_keys(api_key_file)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from longdraft.cli import console, options
+from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.method_options import train_commands
 from longdraft.cli.progress import TrainingBar
-from longdraft.errors import CapabilityError, ConfigError
+from longdraft.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     from longdraft.drafts.kinds import Training
@@ -127,20 +125,12 @@ def _make_command(name: str, summary: str) -> Any:
         from longdraft.training.config import read_config
 
         training = _get_training(name)
-        # Under torchrun or accelerate launch, only the main process prints errors and progress.
-        is_main = int(os.environ.get("RANK", "0")) == 0
-        try:
-            run_config: RunConfig = read_config(config, settings or [], training.load_settings())
-            if not dry_run:
-                _check_paths(run_config)
-        except ConfigError:
-            if is_main:
-                raise
-            raise typer.Exit(2) from None  # as main.BAD_SETTING
+        run_config: RunConfig = read_config(config, settings or [], training.load_settings())
         if dry_run:
             output.print_json(_show_estimate(name, run_config, gpu, gpus, tokens))
         else:
-            _train(run_config, training, output, is_main, ctx.obj)
+            _check_paths(run_config)
+            _train(run_config, training, output, ctx.obj)
 
     title = "every setting, with its default and the values it takes (key=value, or YAML)"
     app = typer.Typer(
@@ -171,15 +161,15 @@ def _check_paths(settings: RunConfig) -> None:
 
 
 def _train(
-    settings: RunConfig, training: Training, output: options.OutputOptions, is_main: bool, user_files: list[Path] | None
+    settings: RunConfig, training: Training, output: options.OutputOptions, user_files: list[Path] | None
 ) -> None:
     """Trains a draft, shows the steps, and prints where the draft is. ``user_files``: the files of --load."""
-    if find_spec("accelerate") is None:
-        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]".')
+    is_main = processes.is_main_process()  # under torchrun or accelerate launch, only the main process prints progress
     with TrainingBar(silent=not is_main) as display:
         # Slow imports come after the check of settings.
         display.print_line("Loading torch and accelerate")
-        run = training.load_run()
+        with needs_extra("train", "Training needs the package accelerate"):
+            run = training.load_run()
         report = None
         with Cancel(sigterm=True) as cancel:
             for report in run(settings, display.print_line, cancel):

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import CapabilityError, RequestError, needs_extra
 from longdraft.files import file_errors, require_regular
 from longdraft.serve.app import make_app
 from longdraft.serve.service import Service
@@ -36,10 +36,8 @@ def connect() -> Any:
     Raises:
         CapabilityError: Ray is not installed, or the cluster does not answer.
     """
-    try:
+    with needs_extra("ray", "This needs Ray"):
         import ray
-    except ImportError as error:
-        raise CapabilityError(f'This needs Ray: pip install "longdraft[ray]" ({error}).') from error
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:

@@ -18,7 +18,7 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import CapabilityError, LongdraftError, PromptError, reason_of
+from longdraft.errors import CapabilityError, LongdraftError, PromptError, needs_extra, reason_of
 from longdraft.json_lines import JsonLines
 
 # Parts of prompts by key. "openings": sentences before a passage. "free": prompts without a passage, with {} for a
@@ -172,10 +172,8 @@ def generate_answers(
         PromptError: the server refuses many prompts in a row.
         CheckpointError: the file cannot be written.
     """
-    try:
+    with needs_extra("train", "--url needs the package openai"):
         from openai import APIError, AsyncOpenAI, BadRequestError, UnprocessableEntityError
-    except ImportError:
-        raise CapabilityError('--url needs the package openai: pip install "longdraft[train]".') from None
     address = url.rstrip("/").removesuffix("/v1") + "/v1"
     resume_hint = f"The answers in {file.path} are kept; the same command continues from there."
     unanswered = (  # (``at`` of the row, prompt)

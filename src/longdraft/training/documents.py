@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longdraft.errors import CapabilityError, PromptError
+from longdraft.errors import PromptError, needs_extra
 from longdraft.model.chat import encode
 from longdraft.training.chats import chat_messages, encode_chat
 
@@ -154,9 +154,7 @@ def _read_rows(path: Path) -> Iterator[Any]:
 
 def _import_pyarrow(path: Path) -> Any:
     """Returns the package pyarrow. Raises CapabilityError, which names ``path``, if the package is missing."""
-    try:
+    with needs_extra("data", f"{path} needs the package pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise CapabilityError(f'{path} needs the package pyarrow: pip install "longdraft[data]".') from None
     return pyarrow
