@@ -28,10 +28,12 @@ class ApiModel(BaseModel):
 
     Attributes:
         unserved: {field that would change the answer: its neutral value}. None: any empty value is neutral.
+        prompt_field: the name of the field that has the prompt.
     """
 
     model_config = ConfigDict(extra="ignore", strict=False)
     unserved: ClassVar[dict[str, Any]] = {}
+    prompt_field: ClassVar[str] = "messages"
 
     @model_validator(mode="before")
     @classmethod
@@ -171,14 +173,9 @@ _UNSERVED: dict[str, Any] = dict.fromkeys(_UNSERVED_NAMES.split()) | {
 
 
 class GenerationRequest(ApiModel):
-    """The fields of all endpoints that generate text.
-
-    Attributes:
-        prompt_field: the name of the field that has the prompt.
-    """
+    """The fields of all endpoints that generate text."""
 
     unserved = _UNSERVED
-    prompt_field: ClassVar[str] = "messages"
 
     model: str = ""
     stream: bool = False
@@ -256,6 +253,8 @@ class CompletionRequest(SampledRequest):
 
 class TokenizeRequest(ChatTemplateFields):
     """The body of ``/tokenize``: a text (``prompt``) or a chat (``messages``)."""
+
+    prompt_field = "prompt"
 
     model: str = ""
     prompt: str | None = None
