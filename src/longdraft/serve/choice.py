@@ -14,7 +14,7 @@ from longdraft.engine.request import Request
 from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
-from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, PromptLogprobRecorder
+from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, PromptLogprobRecorder, TokenLogprob
 from longdraft.serve.worker import RequestState, Restarted, Update
 from longdraft.trees.tree import TokenTree
 
@@ -87,19 +87,6 @@ class SpecDecodingStats:
             "num_spec_steps": self.num_drafts, "num_accepted_draft_tokens": self.num_accepted_tokens,
             "num_draft_tokens": self.num_draft_tokens, "num_spec_tokens": None,
         }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token with its log-probability, which is None for the first token of a prompt.
-
-    Attributes:
-        top_logprobs: (token id, log-probability) of the most probable tokens at the token's position.
-    """
-
-    token_id: int
-    logprob: float | None
-    top_logprobs: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -176,11 +163,10 @@ class Choice(RequestState):
         if update.token_ids and not self.first_token_time:
             self.first_token_time = time.monotonic()
             if self._echo is not None:
-                yield Delta(self._echo, tuple(self._prompt_logprobs()))
+                yield Delta(self._echo, self._prompt_logprobs())
         self.spec_stats.observe(update)
         self._decoded_text += update.text
-        recorder = self._recorder
-        logprobs = [] if recorder is None else [TokenLogprob(token, *recorder.pop(token)) for token in update.token_ids]
+        logprobs = () if self._recorder is None else tuple(map(self._recorder.pop, update.token_ids))
         # A restarted request repeats tokens that have been reported.
         num_repeated = max(0, self.num_reported_tokens - self._num_decoded_tokens)
         self._num_decoded_tokens += len(update.token_ids)
@@ -190,7 +176,7 @@ class Choice(RequestState):
         token_ids = update.token_ids[num_repeated:]
         if new_text or token_ids or trace:
             self.text += new_text
-            yield Delta(new_text, tuple(logprobs[num_repeated:]), trace, token_ids=token_ids)
+            yield Delta(new_text, logprobs[num_repeated:], trace, token_ids=token_ids)
 
     def _reset(self) -> None:
         """Clears the decoded state, at the start or when a restarted request decodes its tokens again."""
@@ -201,12 +187,11 @@ class Choice(RequestState):
     def _prompt(self) -> list[int]:
         return cast("list[int]", self.request.prompt)
 
-    def _prompt_logprobs(self) -> Iterator[TokenLogprob]:
-        """Yields log-probabilities of the prompt's tokens, if the request asks for them."""
-        if isinstance(self._recorder, PromptLogprobRecorder):
-            yield TokenLogprob(self._prompt[0], None, [])
-            for token, logprobs in zip(self._prompt[1:], self._recorder.prompt_logprobs, strict=True):
-                yield TokenLogprob(token, *logprobs)
+    def _prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Returns log-probabilities of the prompt's tokens; none if the request does not ask for them."""
+        if not isinstance(self._recorder, PromptLogprobRecorder):
+            return ()
+        return TokenLogprob(self._prompt[0], None, []), *self._recorder.prompt_logprobs
 
     def _trace(self, step: Step) -> dict[str, Any]:
         """Returns the field ``trace``: progress of the prefill, or a round's drafted tree and each token's proposer."""

@@ -16,6 +16,19 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ProcessorFactories = Sequence[Callable[[], Processor]]
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token with its log-probability, which is None for the first token of a prompt.
+
+    Attributes:
+        top_logprobs: (token id, log-probability) of the most probable tokens at the token's position.
+    """
+
+    token_id: int
+    logprob: float | None
+    top_logprobs: list[tuple[int, float]]
+
+
 @dataclass
 class Penalties:
     """OpenAI's presence and frequency penalties, for tokens after the first ``prompt_len``, which are the prompt."""
@@ -52,10 +65,11 @@ class LogprobRecorder:
         topk = logprobs.topk(max(1, self.num_logprobs))  # at least one; pop() cuts the list
         self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
 
-    def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:
-        """Takes the oldest pending position. Returns (log-probability of ``token``, the top (id, log-probability))."""
+    def pop(self, token: int) -> TokenLogprob:
+        """Takes the oldest pending position, at which ``token`` was emitted."""
         topk_logprobs, topk_ids, logprobs = self.pending.popleft()
-        return float(logprobs[token]), list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
+        top = list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
+        return TokenLogprob(token, float(logprobs[token]), top)
 
 
 @dataclass
@@ -63,11 +77,11 @@ class PromptLogprobRecorder(LogprobRecorder):
     """Also records log-probabilities of the prompt's tokens.
 
     Attributes:
-        prompt_logprobs: for each token of the prompt but the first, what :meth:`pop` returns.
+        prompt_logprobs: of the prompt's tokens, without the first.
     """
 
     prompt: Sequence[int] = ()
-    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
         """Records logits (n, vocabulary) at n positions of the prompt, from ``start`` on. The engine calls it."""

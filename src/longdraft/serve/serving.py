@@ -225,8 +225,10 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
         ChatChoiceBuilder(
             i, service.token_to_piece, body.logprobs, body.return_token_ids,
             # A named or required tool: nothing but calls. With a schema: calls or an answer.
-            ToolParser(names, tool_choice != "auto", schema is not None, tool_types) if allowed_tools else None,
-            ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None, body.include_reasoning,
+            tool_parser=ToolParser(names, tool_choice != "auto", schema is not None, tool_types)
+            if allowed_tools else None,
+            reasoning_parser=ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None,
+            include_reasoning=body.include_reasoning,
         )
         for i in range(body.n)
     ], body.stream_options)  # fmt: skip
