@@ -134,8 +134,8 @@ class AcceptanceBench:
     """Measures methods on a target, and on the target stretched by YaRN. Keeps one target in memory at a time.
 
     Args:
-        load: loads the target, stretched by a YaRN factor in addition to the user's settings; None: not stretched.
-        make_settings: makes the bench's settings for a target.
+        loaded: the target, not stretched by the bench.
+        load: loads the target again, stretched by a YaRN factor in addition to the user's settings.
         temperatures: the sampling temperatures to measure; 0: greedy.
         name: the model's name as the user wrote it.
         progress: called with a line of text before a step that takes long.
@@ -143,7 +143,6 @@ class AcceptanceBench:
         sampling: how drafted tokens are accepted at T > 0.
 
     Attributes:
-        settings, tokenizer: the bench's settings, and the target's tokenizer.
         context_length: the target's context (tokens), not stretched by the bench.
         model_entry: the target's entry in the header of a file.
         notes: remarks on texts and lengths that are not as requested.
@@ -154,19 +153,17 @@ class AcceptanceBench:
     """
 
     def __init__(
-        self, load: Callable[[float | None], LoadedModel], make_settings: Callable[[TargetRunner], Settings],
+        self, loaded: LoadedModel, settings: Settings, load: Callable[[float], LoadedModel],
         temperatures: Sequence[float], name: str, progress: Progress | None = None, repeats: int = 1,
         sampling: SamplingScheme = "coupled",
     ) -> None:  # fmt: skip
         self._load, self._temperatures, self._repeats, self._sampling = load, temperatures, repeats, sampling
-        self.notes: list[str] = []
+        self.settings, self._tokenizer, self.notes = settings, loaded.tokenizer, list[str]()
         self._rope_factor: float | None = None  # of the target in memory
-        loaded = load(None)
-        target = TargetRunner(loaded.model)
-        self.settings, self.tokenizer = make_settings(target), loaded.tokenizer
-        self.context_length, self.model_entry = target.context_length, model_entry(target, name)
-        self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
-        drafts = {name: contender.draft for name, contender in self._bench.methods.items()}
+        bench = Bench(loaded, settings, progress=progress)
+        self._bench: Bench | None = bench
+        self.context_length, self.model_entry = bench.target.context_length, model_entry(bench.target, name)
+        drafts = {name: contender.draft for name, contender in bench.methods.items()}
         self._draft_fingerprints = {name: fingerprint(draft) if draft else "" for name, draft in drafts.items()}
 
     def _load_stretched(self, factor: float | None) -> None:
@@ -175,7 +172,7 @@ class AcceptanceBench:
             self._rope_factor, self._bench = factor, None
             gc.collect()
             try:
-                self._bench = Bench(self._load(factor), self.settings)
+                self._bench = Bench(self._load(factor or 1.0), self.settings)
             except CapabilityError as error:
                 self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
@@ -195,14 +192,9 @@ class AcceptanceBench:
             by_sample: dict[Sample, list[Prompt]] = {}
             for length in factor_lengths:
                 prompts, notes = prompts_of_length(
-                    samples,
-                    length,
-                    context - max_tokens,
-                    self.tokenizer,
-                    short,
-                    settings.raw,
+                    samples, length, context - max_tokens, self._tokenizer, short, settings.raw,
                     **settings.template_kwargs,
-                )
+                )  # fmt: skip
                 self.notes += notes
                 for prompt in prompts:
                     by_sample.setdefault(prompt.sample, []).append(prompt)

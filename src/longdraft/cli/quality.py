@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -63,8 +63,7 @@ def quality(
             make_variants(budgets, margins, method_options.split_commas(selector)), prompt_options.max_tokens,
             prompt_options.ignore_eos, tuple(method_options.split_commas(kv_dtype or "")), method_args, temperature,
         )  # fmt: skip
-        kwargs: dict[str, Any] = {"raw": prompt_options.raw, "template_kwargs": prompt_options.chat_prompt_kwargs}
-        prompt_settings = Settings(max_tokens=settings.max_tokens, contexts=(context,), **kwargs)
+        prompt_settings = Settings(contexts=(context,), **prompt_options.settings_kwargs)
     output.check_writable()
     samples = prompt_options.read()
     rouge_l()  # raises at once if the package rouge-score is missing

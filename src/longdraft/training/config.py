@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +14,7 @@ import yaml
 
 from longdraft.errors import ConfigError, values_checked
 from longdraft.files import prefix_errors_with, require_regular
-from longdraft.options import Option, Options, declared, option, parse_number
+from longdraft.options import Option, Options, declared, option, parse_number, suggestion
 
 Config = TypeVar("Config")
 
@@ -215,9 +214,8 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
     with prefix_errors_with(path or ""):
         settings = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*settings})):
-            close = get_close_matches(unknown[0], settings, n=1)
-            advice = f"Did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(settings))}.")
+            advice = suggestion(unknown[0], settings).capitalize()
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice} Settings: {', '.join(sorted(settings))}.")
         converted = {name: _convert(settings[name], value) for name, value in values.items()}
         make: Any = config_class  # Config is any type, whose arguments a type checker does not know
         config: Config = make(**converted, fields_set=tuple(values))
@@ -236,8 +234,7 @@ def preset_path(path: Path | str) -> Path:
     name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")  # configs/: the older place of presets
     if name in (all_presets := preset_paths()):
         return all_presets[name]
-    close = get_close_matches(name, all_presets, n=1)
-    advice = f"did you mean the preset {close[0]}?" if close else "check the path, or see `longdraft train presets`."
+    advice = suggestion(name, all_presets, "the preset ") or "check the path, or see `longdraft train presets`."
     raise ConfigError(f"There is no configuration {path}: {advice}")
 
 
