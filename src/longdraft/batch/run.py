@@ -13,7 +13,6 @@ from longdraft.batch.output import OutputFile
 from longdraft.batch.rows import Defaults, InputLine, Row
 from longdraft.engine.session import Session
 from longdraft.errors import CapabilityError, LongdraftError
-from longdraft.model.checkpoints import Progress
 from longdraft.serve.choice import SpecDecodingStats
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
@@ -88,10 +87,6 @@ class BatchEngine:
             options = {name: str(value) for name, value in spec.options.items()}
             settings["method"] = {"name": spec.method.name, **options}
         return settings
-
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Measures the cost of verifications, if the planner of draft trees needs it."""
-        self._spec.planner(progress)
 
     async def answer(self, line: InputLine) -> RowResult:
         """Answers a row of the input. A failure becomes a row of the output with the error."""

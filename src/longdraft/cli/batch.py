@@ -73,7 +73,7 @@ def batch(
                     f"{out_path}: {file.num_rows_at_start:,} of {total:,} rows are done; continuing after them."
                 )
             if file.num_rows_at_start < total:
-                engine.prepare(status)
+                spec.planner(status)  # measures the cost of verifications, if the planner of draft trees needs it
             status.close()
             remaining_rows = read_lines(in_path, file.num_rows)
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:

@@ -43,10 +43,6 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
-    def body_for(self, scope: Scope) -> dict[str, Any]:
-        """Returns the error object of the API that the request used."""
-        return self.anthropic_body() if is_anthropic_request(scope) else self.body
-
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
         """Returns Anthropic's error object. ``message`` replaces the error's own message, unless it is empty."""
         error_type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
@@ -54,7 +50,9 @@ class ApiError(Exception):
         return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
     def response(self, scope: Scope, **headers: str) -> JSONResponse:
-        return JSONResponse(self.body_for(scope), self.status, self.headers | headers)
+        """Returns the response with the error object of the API that the request used."""
+        body = self.anthropic_body() if is_anthropic_request(scope) else self.body
+        return JSONResponse(body, self.status, self.headers | headers)
 
 
 class ContextOverflow(ApiError):

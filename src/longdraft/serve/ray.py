@@ -151,7 +151,9 @@ def serve(
     signalled = threading.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handler of SIGTERM
         signal.signal(sig, lambda *_: signalled.set())
-    port = port or _free_port(host)
+    if not port:  # Ray needs the number of a free port
+        with socket.create_server((host, 0)) as probe:
+            port = probe.getsockname()[1]
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the command line reports the start
     try:
         replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
@@ -176,11 +178,3 @@ def serve(
             if not ray_serve.status().applications:  # the cluster serves no other application
                 ray_serve.shutdown()
         ray.shutdown()
-
-
-def _free_port(host: str) -> int:
-    """Returns a port that is not in use."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
