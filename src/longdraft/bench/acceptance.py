@@ -45,48 +45,31 @@ PARTIAL_METHODS = ("tokenswift", "triforce")
 
 @dataclass(frozen=True)
 class RunKey:
-    """Identifies a run within a file by the settings in which the runs of the file differ.
-
-    Attributes:
-        options: the method's options as JSON.
-        draft: fingerprint of the method's draft; empty: no draft.
-        length: requested tokens of the prompt.
-        rope_factor: YaRN factor of the target; None: not stretched.
-        sample: where the text comes from: file and line.
-        prompt: digest of the prompt's token ids.
-        sampling: a :data:`~longdraft.bench.data.SamplingScheme`; "coupled" for greedy decoding.
-    """
+    """Identifies a run within a file by the settings in which the runs of the file differ."""
 
     method: str
-    options: str
-    draft: str
+    options: str  # the method's options as JSON
+    draft: str  # fingerprint of the method's draft; empty: no draft
     temperature: float
-    length: int
-    rope_factor: float | None
+    length: int  # requested tokens of the prompt
+    rope_factor: float | None  # YaRN factor of the target; None: not stretched
     dataset: str
-    sample: str
-    prompt: str
-    sampling: str = "coupled"
+    sample: str  # where the text comes from: file and line
+    prompt: str  # digest of the prompt's token ids
+    sampling: str = "coupled"  # a ``SamplingScheme``; "coupled" for greedy decoding
 
 
 @dataclass(frozen=True)
 class AcceptanceRun:
-    """The measured run of one prompt.
-
-    Attributes:
-        asked: the key of the run.
-        prompt_tokens: number of tokens of the prompt.
-        new_tokens: number of emitted tokens, without the token of the prefill.
-        verifications: number of target forwards that emitted the new tokens.
-        accepted: for each verification, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
-        seconds: median decode seconds of the repeats. Old versions wrote None, or the seconds of the fastest repeat.
-    """
+    """The measured run of one prompt."""
 
     asked: RunKey
     prompt_tokens: int
-    new_tokens: int
-    verifications: int
+    new_tokens: int  # number of emitted tokens, without the token of the prefill
+    verifications: int  # number of target forwards that emitted the new tokens
+    # for each verification, how many drafted tokens were accepted, and how many ``max_tokens`` allowed
     accepted: tuple[tuple[int, int], ...]
+    # median decode seconds of the repeats. Old versions wrote None, or the seconds of the fastest repeat
     seconds: float | None = field(default=None, compare=False)
 
 

@@ -26,19 +26,13 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Step(Generic[K, R]):
-    """A part of a measurement that makes some records.
+    """A part of a measurement that makes some records."""
 
-    Attributes:
-        description: a few words for the progress bar.
-        keys: keys of the records that the step makes.
-        measure: makes the records of the keys in its first argument. Calls its second argument before each run.
-        runs_per_record: number of runs that make one record.
-    """
-
-    description: str
-    keys: Sequence[K]
+    description: str  # a few words for the progress bar
+    keys: Sequence[K]  # keys of the records that the step makes
+    # makes the records of the keys in its first argument. Calls its second argument before each run
     measure: Callable[[Collection[K], Tick], Iterable[R]]
-    runs_per_record: int = 1
+    runs_per_record: int = 1  # number of runs that make one record
 
 
 class Experiment(Generic[K, R]):

@@ -89,14 +89,10 @@ StoredLogits = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class TokenPrediction(NamedTuple):
-    """A drafter's prediction of one token of a needle.
+    """A drafter's prediction of one token of a needle."""
 
-    Attributes:
-        is_top1: the drafter gives this token the greatest probability.
-        logprob: the drafter's log-probability of this token; None if the drafter's vocabulary lacks the token.
-    """
-
-    is_top1: bool
+    is_top1: bool  # the drafter gives this token the greatest probability
+    # the drafter's log-probability of this token; None if the drafter's vocabulary lacks the token
     logprob: float | None
 
 

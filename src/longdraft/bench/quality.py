@@ -100,25 +100,17 @@ def make_variants(budgets: Sequence[int], margins: Sequence[int], selectors: Seq
 class QualitySettings:
     """Settings of a comparison.
 
-    Attributes:
-        max_tokens: new tokens of a prompt, at most.
-        ignore_eos: decode on to ``max_tokens``.
-        variants: the compared variants of specpv.
-        kv_dtypes: dtypes of KV caches with which ``ar`` decodes too.
-        options: options of specpv and its drafter that all variants have.
-        temperature: above 0, all contenders sample with the same random numbers.
-
     Raises:
         ValueError: the options make no partial cache.
         LongdraftError: the method has no such option, or the draft cannot be read.
     """
 
-    variants: Variants
-    max_tokens: int = 128
-    ignore_eos: bool = False
-    kv_dtypes: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    temperature: float = 0.0
+    variants: Variants  # the compared variants of specpv
+    max_tokens: int = 128  # new tokens of a prompt, at most
+    ignore_eos: bool = False  # decode on to ``max_tokens``
+    kv_dtypes: tuple[str, ...] = ()  # dtypes of KV caches with which ``ar`` decodes too
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of specpv and its drafter that all variants have
+    temperature: float = 0.0  # above 0, all contenders sample with the same random numbers
 
     def __post_init__(self) -> None:
         Sampling(self.temperature)

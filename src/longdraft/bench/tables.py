@@ -24,19 +24,12 @@ Column = tuple[str, str, str]
 
 @dataclass
 class Report:
-    """The tables and the JSON object of a measurement.
+    """The tables and the JSON object of a measurement."""
 
-    Attributes:
-        document: the JSON object.
-        tables: pairs of a title and a table.
-        remarks: lines below the tables.
-        definitions: definitions of the figures; lines below the remarks.
-    """
-
-    document: dict[str, Any]
-    tables: Sequence[tuple[str, Table]]
-    remarks: Sequence[Text] = ()
-    definitions: Sequence[str] = ()
+    document: dict[str, Any]  # the JSON object
+    tables: Sequence[tuple[str, Table]]  # pairs of a title and a table
+    remarks: Sequence[Text] = ()  # lines below the tables
+    definitions: Sequence[str] = ()  # definitions of the figures; lines below the remarks
 
 
 def to_markdown(report: Report) -> str:

@@ -25,15 +25,12 @@ FINISH_REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length"
 
 @dataclass
 class SpecDecodingStats:
-    """Draft statistics with vLLM's definitions. ``num_drafts`` counts the verifications that had drafted tokens.
-
-    Attributes:
-        num_accepted_tokens_per_pos: {position in the draft, from 0: number of drafts whose token there was accepted}.
-    """
+    """Draft statistics with vLLM's definitions. ``num_drafts`` counts the verifications that had drafted tokens."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    # {position in the draft, from 0: number of drafts whose token there was accepted}
     num_accepted_tokens_per_pos: Counter[int] = field(default_factory=Counter)
     num_rounds: int = 0  # verifications with or without a draft
     num_emitted_tokens: int = 0  # by all verifications
@@ -91,20 +88,13 @@ class SpecDecodingStats:
 
 @dataclass(frozen=True)
 class Delta:
-    """The tokens and text that one step adds to a choice.
-
-    Attributes:
-        logprobs: the new tokens' log-probabilities; empty if the request asks for none.
-        trace: the response's field ``trace``; None if the request does not ask for it.
-        finish_reason: longdraft's finish reason, set on the last delta.
-        token_ids: the new tokens; their text may come with a later delta.
-    """
+    """The tokens and text that one step adds to a choice."""
 
     text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    trace: dict[str, Any] | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # the new tokens' log-probabilities; empty if the request asks for none
+    trace: dict[str, Any] | None = None  # the response's field ``trace``; None if the request does not ask for it
+    finish_reason: FinishReason | None = None  # longdraft's finish reason, set on the last delta
+    token_ids: tuple[int, ...] = ()  # the new tokens; their text may come with a later delta
 
 
 class Choice(RequestState):

@@ -18,14 +18,11 @@ ProcessorFactories = Sequence[Callable[[], Processor]]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token with its log-probability, which is None for the first token of a prompt.
-
-    Attributes:
-        top_logprobs: (token id, log-probability) of the most probable tokens at the token's position.
-    """
+    """A token with its log-probability, which is None for the first token of a prompt."""
 
     token_id: int
     logprob: float | None
+    # (token id, log-probability) of the most probable tokens at the token's position
     top_logprobs: list[tuple[int, float]]
 
 
@@ -45,15 +42,11 @@ class Penalties:
 
 @dataclass
 class LogprobRecorder:
-    """Records the model's log-probabilities. It must be the first processor: later ones change the distribution.
+    """Records the model's log-probabilities. It must be the first processor: later ones change the distribution."""
 
-    Attributes:
-        num_logprobs: how many of the most probable tokens to record at each position.
-        pending: positions that :meth:`pop` has not returned yet. An entry is (the top log-probabilities, their token
-            ids, the log-probabilities of all tokens (vocabulary,)).
-    """
-
-    num_logprobs: int
+    num_logprobs: int  # how many of the most probable tokens to record at each position
+    # positions that ``pop`` has not returned yet: (the top log-probabilities, their token ids, the log-probabilities of
+    # all tokens (vocabulary,))
     pending: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -74,14 +67,10 @@ class LogprobRecorder:
 
 @dataclass
 class PromptLogprobRecorder(LogprobRecorder):
-    """Also records log-probabilities of the prompt's tokens.
-
-    Attributes:
-        prompt_logprobs: of the prompt's tokens, without the first.
-    """
+    """Also records log-probabilities of the prompt's tokens."""
 
     prompt: Sequence[int] = ()
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, without the first
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
         """Records logits (n, vocabulary) at n positions of the prompt, from ``start`` on. The engine calls it."""

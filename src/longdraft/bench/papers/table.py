@@ -35,59 +35,36 @@ SCALED_OPTIONS = ("budget", "chunks")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: a method with options.
+    """A line of a table: a method with options."""
 
-    Attributes:
-        name: the method's name in the paper's table.
-        method: a method of longdraft, or a peer of the bench.
-        options: the paper's options.
-        note: how longdraft's method differs from the paper's.
-        attention: an attention path to force, such as "sdpa"; empty: the machine's default path.
-    """
-
-    name: str
-    method: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    attention: str = ""
+    name: str  # the method's name in the paper's table
+    method: str  # a method of longdraft, or a peer of the bench
+    options: Mapping[str, Any] = field(default_factory=dict)  # the paper's options
+    note: str = ""  # how longdraft's method differs from the paper's
+    attention: str = ""  # an attention path to force, such as "sdpa"; empty: the machine's default path
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: a setting.
+    """A column of a table: a setting."""
 
-    Attributes:
-        name: the heading, unique in the table.
-        dataset: name of a data set of the bench.
-        tokens: length of the prompts; None: prompts are not cut.
-        batch: prompts decoded together.
-        options: further options, for each method that has them. A column of a sweep has one value of an option.
-        line_names: names of the lines with figures in this column; empty: all.
-    """
-
-    name: str
-    dataset: str
-    tokens: int | None = None
-    batch: int = 1
+    name: str  # the heading, unique in the table
+    dataset: str  # name of a data set of the bench
+    tokens: int | None = None  # length of the prompts; None: prompts are not cut
+    batch: int = 1  # prompts decoded together
+    # further options, for each method that has them. A column of a sweep has one value of an option
     options: Mapping[str, Any] = field(default_factory=dict)
-    line_names: tuple[str, ...] = ()
+    line_names: tuple[str, ...] = ()  # names of the lines with figures in this column; empty: all
 
 
 @dataclass(frozen=True)
 class SmallScale:
-    """Sizes of a table's small scale. They let the embedded model finish within a quarter of an hour on two cores.
+    """Sizes of a table's small scale. They let the embedded model finish within a quarter of an hour on two cores."""
 
-    Attributes:
-        size_divisor: divisor of prompt lengths, KV budgets and numbers of retrieved chunks.
-        context: prompt length (tokens) in columns without a length.
-        num_prompts: prompts of each column.
-        max_tokens: new tokens of each prompt, at most.
-    """
-
-    size_divisor: int = 1
-    context: int = 2048
-    num_prompts: int = 2
-    max_tokens: int = 48
+    size_divisor: int = 1  # divisor of prompt lengths, KV budgets and numbers of retrieved chunks
+    context: int = 2048  # prompt length (tokens) in columns without a length
+    num_prompts: int = 2  # prompts of each column
+    max_tokens: int = 48  # new tokens of each prompt, at most
 
 
 FigureKey = tuple[str, str, str, str]
@@ -96,45 +73,28 @@ FigureKey = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper.
+    """A table or figure of a paper."""
 
-    Attributes:
-        name: "1" for a table, "fig4" for a figure.
-        title, kind: the subject in a few words, and what measures the table.
-        hardware, models: hardware and models of the paper.
-        lines, columns: the rows and columns of the paper's table.
-        figures: keys of :data:`FIGURES`, in the order in which a cell of ``published.md`` has its numbers.
-        temperatures: the sampling temperatures to measure; the published numbers are those of the first one.
-        max_tokens: new tokens of each prompt, at most.
-        num_prompts: prompts of each column; None: all rows of the data set.
-        baseline: the line or method that speed-ups are relative to.
-        counts_bonus: the paper's accepted lengths include the bonus token.
-        length_average, rate_average: how the paper averages accepted lengths, and tokens/s (and so speed-ups).
-        includes_prefill: the paper's tokens/s and speed-ups include the prefill.
-        small_scale: sizes for a quick run.
-        remarks: remarks on the paper's figures.
-        paper: name of the paper, which the package ``papers`` sets.
-    """
-
-    name: str
-    title: str
+    name: str  # "1" for a table, "fig4" for a figure
+    title: str  # the subject in a few words
     kind: TableKind
-    hardware: str
+    hardware: str  # of the paper, as models
     models: str
     lines: tuple[Line, ...]
     columns: tuple[Column, ...]
-    figures: tuple[str, ...]
+    figures: tuple[str, ...]  # keys of ``FIGURES``, in the order in which a cell of ``published.md`` has its numbers
+    # the sampling temperatures to measure; the published numbers are those of the first one
     temperatures: tuple[float, ...] = (0.0,)
-    max_tokens: int = 256
-    num_prompts: int | None = None
-    baseline: str = "ar"
-    counts_bonus: bool = True
-    length_average: Average = "pooled"
-    rate_average: Average = "pooled"
-    includes_prefill: bool = False
-    small_scale: SmallScale = SmallScale()
-    remarks: tuple[str, ...] = ()
-    paper: str = ""
+    max_tokens: int = 256  # new tokens of each prompt, at most
+    num_prompts: int | None = None  # prompts of each column; None: all rows of the data set
+    baseline: str = "ar"  # the line or method that speed-ups are relative to
+    counts_bonus: bool = True  # the paper's accepted lengths include the bonus token
+    length_average: Average = "pooled"  # how the paper averages accepted lengths
+    rate_average: Average = "pooled"  # how the paper averages tokens/s, and so speed-ups
+    includes_prefill: bool = False  # the paper's tokens/s and speed-ups include the prefill
+    small_scale: SmallScale = SmallScale()  # sizes for a quick run
+    remarks: tuple[str, ...] = ()  # remarks on the paper's figures
+    paper: str = ""  # name of the paper, which the package ``papers`` sets
 
     @property
     def heading(self) -> str:

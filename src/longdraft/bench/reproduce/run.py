@@ -32,16 +32,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper's table with the plan of its measurement.
-
-    Attributes:
-        header: the header of the results file, which holds everything that the figures depend on.
-    """
+    """A paper's table with the plan of its measurement."""
 
     paper: Paper
     scaled_table: ScaledTable
     plan: TablePlan
-    header: Mapping[str, Any]
+    header: Mapping[str, Any]  # the header of the results file, which holds everything that the figures depend on
 
     def report(self, records: Sequence[UnitRecord], complete: bool) -> Report:
         """Makes the report of the records so far. ``complete``: True if no unit is missing."""
