@@ -57,8 +57,6 @@ class BatchEngine:
     """Answers rows in this process.
 
     Args:
-        spec: the model, the drafting method and the tokenizer.
-        defaults: values for fields that a row leaves out.
         slots: number of rows decoded at a time.
         tokens_per_slot: KV entries to allocate for each slot at the start; 0: a slot grows with its row.
 
@@ -126,8 +124,6 @@ async def run(
 
     Args:
         input_lines: the rows, from the first that the output lacks.
-        output: the output file, open.
-        engine: answers the rows.
         progress: called with the run's counts after each row that was written.
         cancelled: True ends the run; rows in flight are not written.
 

@@ -79,11 +79,6 @@ AcceptanceStep = Step[RunKey, AcceptanceRun]
 def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> RecordFile[AcceptanceRun]:
     """Opens a file of runs. Later runs may add other methods, lengths, temperatures and prompts to the file.
 
-    Args:
-        path: the file to open or make.
-        settings: the bench's settings.
-        model: the header's entry for the model.
-
     Raises:
         LongdraftError: see :class:`~longdraft.bench.records.RecordFile`.
     """
@@ -121,7 +116,6 @@ class AcceptanceBench:
         load: loads the target again, stretched by a YaRN factor in addition to the user's settings.
         temperatures: the sampling temperatures to measure; 0: greedy.
         name: the model's name as the user wrote it.
-        progress: called with a line of text before a step that takes long.
         repeats: how often each run is repeated. A run's seconds are the median of the repeats.
         sampling: how drafted tokens are accepted at T > 0.
 

@@ -42,7 +42,6 @@ def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_labe
     """Returns an SVG file: a line for each method over a logarithmic x axis. Leaves matplotlib's settings as they are.
 
     Args:
-        title, x_label, y_label: texts of the chart and the axes.
         series: by method, the points of its line, at least one.
         reference: y of a thin horizontal line, such as 1 for plain decoding.
     """

@@ -54,10 +54,8 @@ def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
     """Makes the report of ``bench acceptance``: a table for each temperature and data set, a column for each length.
 
     Args:
-        runs: the measured runs.
         methods: methods in the order of the rows.
         notes: remarks about texts.
-        complete: True if no run is missing.
     """
     runs = _with_verifications(runs)
     datasets: list[str | None] = list(dict.fromkeys(run.asked.dataset for run in runs))

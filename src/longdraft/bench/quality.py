@@ -138,7 +138,6 @@ class QualityBench:
     """Compares the outputs of contenders on one loaded model.
 
     Attributes:
-        settings: the settings of the comparison.
         drafter: name of the method whose drafter all contenders but ``ar`` use.
         names: names of the contenders, in the order in which they decode a prompt.
 

@@ -137,14 +137,7 @@ def speedups_over(measured: Sequence[BatchResult], name: str, reference: str) ->
 def document(
     names: Sequence[str], measured: Sequence[BatchResult], notes: Mapping[str, str] | None = None, complete: bool = True
 ) -> dict[str, Any]:
-    """Makes the report as one JSON object.
-
-    Args:
-        names: names of the contenders.
-        measured: the measured batches.
-        notes: remarks about contenders, by name.
-        complete: True if no batch is missing.
-    """
+    """Makes the report as one JSON object."""
     return {
         "rows": rows(names, measured),
         **environment_info(),

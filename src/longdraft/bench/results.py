@@ -61,7 +61,6 @@ def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedMode
     """Makes the header of a :func:`~longdraft.bench.experiment.unit_experiment`: everything that the records depend on.
 
     Args:
-        content: the settings.
         name: the model's name as the user wrote it.
         tokens: the token ids of the prompts, as a JSON value.
     """

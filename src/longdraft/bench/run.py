@@ -90,8 +90,6 @@ class Bench:
     """Measures contenders on one loaded model.
 
     Args:
-        loaded: the target and its tokenizer.
-        progress: called with a line of text before a step that takes long.
         load_dequantized: loads the model again, in a plain dtype, for the peers; None: the peers run on ``loaded``.
 
     Attributes:

@@ -60,14 +60,7 @@ def pivot(
     make_heading: Callable[[Mapping[str, Any]], str],
     make_cell: Callable[..., Any],
 ) -> Table:
-    """Makes a table with a line for each method and a column for each length.
-
-    Args:
-        first_heading: heading of the column of methods.
-        rows: a row for each method and length.
-        make_heading: returns the heading of a row's column.
-        make_cell: returns the text of a row's cell.
-    """
+    """Makes a table with a line for each method and a column for each length."""
     headings = list(dict.fromkeys(make_heading(row) for row in rows))
     table = new_table([first_heading], headings)
     for name in dict.fromkeys(row["method"] for row in rows):

@@ -68,8 +68,6 @@ def compare_outputs(
     """Returns the first difference between two outputs of a prompt; None if the outputs are equal.
 
     Args:
-        runner, prompt: runs the target; the prompt of both outputs.
-        tokens, reference: the two outputs.
         sampling: how the tokens were sampled. Its logits processors are applied before the gap is measured.
         cache: may hold the KV of the prompt, which then is not computed again.
     """

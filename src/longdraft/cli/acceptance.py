@@ -151,11 +151,8 @@ def _measure(
         methods: method names, separated by commas; None: the method of --draft.
         fallback_methods: used if there are neither --methods nor --draft, and no drafts ship for the model.
         lengths_for: returns the prompt lengths for a model's context length.
-        short_texts: what to do with texts that are shorter than a prompt length.
         always_measured: methods that are measured first, in any case.
-        repeats: number of timed runs.
         scheme: how the target is sampled above temperature 0.
-        settings_kwargs: further arguments of the benchmark's Settings.
 
     Raises:
         SettingError: a method is not longdraft's, or an option is set that no method has.

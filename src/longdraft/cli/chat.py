@@ -84,10 +84,7 @@ class Chat:
     """A conversation with a model, with its /commands.
 
     Args:
-        loaded: the model and its tokenizer.
-        spec: the speculator to start with.
         make_speculator: makes a speculator from a method's name (None: the default method) and options.
-        settings: the settings to start with.
         template_options: the system message, and whether the model thinks.
         documents: texts to put before the first question.
     """

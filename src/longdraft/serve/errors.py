@@ -28,11 +28,9 @@ class ApiError(Exception):
     """An HTTP error response: status and OpenAI's error object.
 
     Args:
-        status: the HTTP status.
         error_type: ``type`` of OpenAI's error object.
         param: the request's field that is wrong; None if no single field is.
         code: ``code`` of OpenAI's error object, for programs.
-        headers: further headers of the response.
     """
 
     def __init__(

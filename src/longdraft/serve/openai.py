@@ -39,14 +39,7 @@ class ResponseEnvelope:
 
 
 class ChoiceBuilder(ABC):
-    """Builds the JSON of one choice, complete or in chunks.
-
-    Args:
-        index: the choice's index in ``choices``.
-        token_to_piece: maps a token id to its text and bytes.
-        include_logprobs: report log-probabilities.
-        include_token_ids: report ``token_ids``.
-    """
+    """Builds the JSON of one choice, complete or in chunks. ``token_to_piece``: maps a token id to its text and bytes."""
 
     object_type: str  # "object" of the full response
     chunk_object_type: str  # "object" of a chunk

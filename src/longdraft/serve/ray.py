@@ -139,7 +139,6 @@ def serve(
 
     Args:
         make_service: makes a replica's service, in the replica's process.
-        options: see :func:`deployment_options`.
         on_listening: called with the port once all replicas are ready.
 
     Raises:

@@ -90,10 +90,7 @@ def tool_constraint(
     """Makes the logits processor of an answer that may ("auto") or must call tools; None if nothing is constrained.
 
     Args:
-        tools: the tools that may be called.
         tool_choice: "auto", "required" or the name of the function to call.
-        parallel: several calls are allowed.
-        prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``, where nothing is constrained.
         answer_schema: JSON schema of an answer without calls; None: any text.
     """
@@ -158,7 +155,6 @@ class _CallOrAnswerConstraint(Constraint):
         grammar: accepts calls or an answer.
         call_grammar: accepts calls alone.
         answer_grammar: accepts an answer alone.
-        names: names of the functions.
     """
 
     def __init__(

@@ -96,8 +96,6 @@ class FeatureReader:
     """Computes the features of documents, one document at a time.
 
     Args:
-        runner: runs the target.
-        dtype: dtype of the features.
         layers: decoder layers, from 0, whose output states the draft reads; (): the last layer's keys and values; None:
             token ids alone.
         with_last: add the last layer's output, for distillation.

@@ -62,7 +62,6 @@ class TrainingLoop:
 
     Args:
         layers: decoder layers whose output states the draft reads; (): the last layer's KV; None: token ids alone.
-        kind: name of the draft's kind.
         draft_config: entries of the draft's config.json that its kind needs.
         levels: largest depth in the trainer's results.
         eval_levels: depth of simulated acceptance.

@@ -47,11 +47,6 @@ def plan_speed(
 ) -> TablePlan:  # fmt: skip
     """Plans a table of speed. A line is a contender of ``bench``; a column is a length of prompts and a batch size.
 
-    Args:
-        scaled: the table, at the scale to measure.
-        prompts, drafts: see :data:`Prompts` and :data:`Drafts`.
-        loaded, load_dequantized, progress: see :class:`~longdraft.bench.run.Bench`.
-
     Raises:
         CapabilityError: no line can run.
     """

@@ -70,12 +70,8 @@ def prepare(
     """Encodes the prompts of a table, and plans the measurement.
 
     Args:
-        scaled: the table, at the scale to measure.
         loaded, model: the target, and its name as the user wrote it.
-        sources: where the samples come from.
         drafts: draft folders and files, one of each kind; the package's drafts serve the other kinds.
-        load_dequantized: see :class:`~longdraft.bench.run.Bench`.
-        progress: called with a line of text before a step that takes long.
     """
     by_kind, table = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}
