@@ -82,7 +82,7 @@ class Unit(NamedTuple):
 
 
 def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) -> Experiment[str, UnitRecord]:
-    """Makes an experiment with one step and one record for each unit. ``path``: the file of records; None: memory only."""
+    """Makes an experiment with one step and one record for each unit. ``path``: the file of records; None: no file."""
 
     def measure(name: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
         yield {"unit": name, "measured": units[name].measure(tick)}

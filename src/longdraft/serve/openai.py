@@ -39,7 +39,7 @@ class ResponseEnvelope:
 
 
 class ChoiceBuilder(ABC):
-    """Builds the JSON of one choice, complete or in chunks. ``token_to_piece``: maps a token id to its text and bytes."""
+    """Builds the JSON of one choice, complete or in chunks. ``token_to_piece``: returns a token's text and bytes."""
 
     object_type: str  # "object" of the full response
     chunk_object_type: str  # "object" of a chunk
