@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from longdraft.bench import machine
 from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint, jsonable
@@ -31,7 +32,6 @@ from longdraft.bench.tables import (
     Column,
     Report,
     acceptance_stats,
-    environment_info,
     format_cell,
     group_by,
     mean_of,
@@ -245,7 +245,8 @@ class QualityBench:
             for name, run in prompt["runs"].items()
             for reference in [self.reference_of(name)]
         ]  # fmt: skip
-        document = {"drafter": self.drafter, "rows": rows, "texts": texts, **environment_info(), "complete": complete}
+        document = {"drafter": self.drafter, "rows": rows, "texts": texts, "complete": complete}
+        document |= machine.environment()
         tables = [self._table(group, nonempty_columns(rows, COLUMNS)) for group in group_by(rows, "dataset")]
         return Report(document, tables, definitions=DEFINITIONS)
 

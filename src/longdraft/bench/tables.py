@@ -137,10 +137,3 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     max_depth = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
     depths = range(1, max_depth + 1)
     return [sum(accepted >= depth for accepted, _ in rounds) / len(rounds) for depth in depths]
-
-
-def environment_info() -> dict[str, Any]:
-    """Returns the entries of a report's JSON object that describe the machine and the versions."""
-    from longdraft.bench import machine
-
-    return {"hardware": machine.hardware(), "versions": machine.versions()}

@@ -10,11 +10,10 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
+from longdraft.bench.tables import new_table
 from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.method_options import train_commands
@@ -40,11 +39,9 @@ def _with_settings(title: str, get_config_class: Callable[[], type[Any]], base: 
             from longdraft.training.config import settings_table
 
             super().format_help(ctx, formatter)
-            table = Table(box=box.SIMPLE, pad_edge=False)
-            table.add_column("setting", style="bold cyan", no_wrap=True)
-            table.add_column("default", no_wrap=True)
+            table = new_table(["setting", "default"])
             table.add_column("values")
-            table.add_column("meaning", ratio=1)
+            table.add_column("meaning")
             for row in settings_table(get_config_class()):
                 table.add_row(*map(Text, row))
             out = console.stdout()
@@ -92,9 +89,8 @@ def presets(
     if name is not None:
         console.print_line(preset_path(name).read_text(encoding="utf-8").rstrip())
         return
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("preset", no_wrap=True)
-    table.add_column("", ratio=1)
+    table = new_table(["preset"])
+    table.add_column()
     for preset, path in preset_paths().items():
         table.add_row(preset, Text(path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()))
     console.print_renderable(console.stdout(), table)
@@ -199,9 +195,7 @@ def _show_estimate(command: str, run_config: RunConfig, gpu: str, gpus: int, tok
 
     estimated = estimate(command, run_config, gpu, gpus, tokens)
     speed, gpu_bytes = GPUS[gpu]
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("memory of a GPU")
-    table.add_column("", justify="right")
+    table = new_table(["memory of a GPU"], [""])
     for part, num_bytes in estimated["memory_bytes"].items():
         table.add_row(part, format_bytes(num_bytes))
     fits = "fits" if estimated["fits"] else "does not fit"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from longdraft.errors import ConfigError, values_checked
-from longdraft.files import prefix_errors_with, require_regular
+from longdraft.files import file_errors, prefix_errors_with, require_regular
 from longdraft.options import Option, Options, declared, option, parse_number, suggestion
 
 Config = TypeVar("Config")
@@ -239,10 +239,8 @@ def preset_path(path: Path | str) -> Path:
 
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:
-    try:
+    with file_errors(path, f"{path} cannot be read as YAML", error_type=ConfigError):
         values = yaml.safe_load(require_regular(Path(path)).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
     return values

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from longdraft.bench import machine
 from longdraft.bench.acceptance import format_temperature
 from longdraft.bench.experiment import UnitRecord
 from longdraft.bench.papers.table import FIGURES, Column, Paper, Table
@@ -20,7 +21,7 @@ from longdraft.bench.reproduce import measures
 from longdraft.bench.reproduce.scaled import ScaledTable, TablePlan, drafts_by_kind
 from longdraft.bench.reproduce.sources import SampleSources, column_prompts
 from longdraft.bench.results import unit_header
-from longdraft.bench.tables import Report, environment_info, format_cell, group_by, new_table
+from longdraft.bench.tables import Report, format_cell, group_by, new_table
 from longdraft.model.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
@@ -54,7 +55,7 @@ class Reproduction:
             "paper": self.paper.name, "reference": self.paper.reference, "table": table.name, "title": table.title,
             "scale": self.header["scale"], "model": model["name"], "figures": list(table.shown_figures), "rows": rows,
             "differs": differences, "remarks": list(table.remarks), "notes": list(self.plan.notes),
-            **environment_info(), "complete": complete,
+            **machine.environment(), "complete": complete,
         }  # fmt: skip
         name = f"{table.heading} of {self.paper.name}"
         remarks = [f"All rows: {'; '.join(differences)}.", *_remarks(rows), *table.remarks, *self.plan.notes]
