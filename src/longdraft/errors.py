@@ -83,6 +83,15 @@ def values_checked(
         raise error_type(message if message.endswith("?") else f"{message}.") from error
 
 
+@contextmanager
+def needs_extra(extra: str, problem: str) -> Iterator[None]:
+    """Turns an ImportError into a CapabilityError: the ``problem``, and how to install an extra of this package."""
+    try:
+        yield
+    except ImportError as error:
+        raise CapabilityError(f'{problem} ({error}): pip install "longdraft[{extra}]".') from error
+
+
 # Messages of torch, oneDNN, C++ and file readers if memory runs out.
 _OUT_OF_MEMORY = re.compile("allocate memory|out of memory|bad_alloc|could not create a primitive$", re.IGNORECASE)
 

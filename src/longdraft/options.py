@@ -289,10 +289,10 @@ def find_method(methods: Mapping[str, T], name: str) -> T:
 # --- arguments of calls ---
 
 
-def suggestion(name: str, allowed: Iterable[str]) -> str:
+def suggestion(name: str, allowed: Iterable[str], prefix: str = "") -> str:
     """Returns "did you mean ...?" with the allowed name closest to an unknown name; empty if none is close."""
     matches = get_close_matches(name, [*allowed], n=1, cutoff=0.7)
-    return f"did you mean {matches[0]}?" if matches else ""
+    return f"did you mean {prefix}{matches[0]}?" if matches else ""
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -58,7 +58,7 @@ def measuring(load, drafts, temperatures=(0.0, 1.0)):
     own = {name: {"draft": drafts / name, "widths": (3, 3)} for name in ("longspec", "eagle3")}
     own["self"] = {"view": "snapkv", "budget": 64, "sink": 8, "window": 8, "chunk": 4}
     settings = Settings(tuple(own), TOKENS, contender_options=own, plan="fixed", ignore_eos=True)
-    return AcceptanceBench(load, lambda target: settings, temperatures, "tiny")
+    return AcceptanceBench(load(None), settings, load, temperatures, "tiny")
 
 
 @pytest.mark.slow

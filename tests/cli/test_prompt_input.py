@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longdraft.cli import prompt_input
-from longdraft.errors import PromptError
+from longdraft.errors import CapabilityError, PromptError
 
 
 @pytest.fixture(autouse=True)
@@ -107,5 +107,5 @@ def test_a_pdf_is_read(tmp_path, monkeypatch):
     with pytest.raises(PromptError):
         prompt_input.read_prompt("why?", [str(path)])
     monkeypatch.setitem(sys.modules, "pypdf", None)
-    with pytest.raises(PromptError, match=r"longdraft\[pdf\]"):
+    with pytest.raises(CapabilityError, match=r"longdraft\[pdf\]"):
         prompt_input.read_prompt("why?", [str(path)])

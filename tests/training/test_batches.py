@@ -8,8 +8,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longdraft.training.batch_sampler import BatchSampler
 from longdraft.training.config import LongSpecConfig
-from longdraft.training.loop import BatchSampler, learning_rate
+from longdraft.training.loop import learning_rate
 
 ROWS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -157,7 +157,8 @@ def test_what_train_data_refuses(shell, text, tmp_path):
 
 
 def test_only_one_of_several_processes_speaks(shell, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
     ended = shell("longspec")
     assert (ended.code, ended.err) == (2, "")
 

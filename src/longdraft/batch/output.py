@@ -24,7 +24,6 @@ class OutputFile:
     """Appends rows to a file. If the file exists, continues after its last complete row.
 
     Args:
-        path: the file to write.
         provenance: the input and the settings, as name -> JSON value.
         line_numbers: line number of each row of the input. Existing rows must match these numbers; None: no check.
 

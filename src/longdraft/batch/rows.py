@@ -17,6 +17,7 @@ from longdraft.files import file_errors, require_regular
 from longdraft.serve import protocol, serving
 from longdraft.serve.errors import ApiError
 from longdraft.serve.protocol import parse_body, validate
+from longdraft.serve.responses import ResponsesResponse, create_response
 from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
 from longdraft.serve.serving import PendingResponse
@@ -103,14 +104,14 @@ class Row:
         if isinstance(request, protocol.CompletionRequest):
             return serving.create_completion(service, request)
         if isinstance(request, ResponsesRequest):
-            return serving.create_response(service, request)
+            return create_response(service, request)
         return serving.create_chat_completion(service, request)
 
     def result_row(self, response_body: dict[str, Any], pending: PendingResponse) -> dict[str, Any]:
         """Returns the row of the output. ``response_body``: the full response that the server would send."""
         if self._is_openai:
             request_id = f"row_{self._line.row_index}"
-            if not isinstance(pending, serving.AdaptedResponse):  # a response of /v1/responses keeps its id
+            if not isinstance(pending, ResponsesResponse):  # which keeps its own id
                 response_body = response_body | {"id": request_id}
             response = {"status_code": 200, "request_id": request_id, "body": response_body}
             return self._identity() | {"response": response, "error": None}

@@ -13,7 +13,6 @@ from longdraft.batch.output import OutputFile
 from longdraft.batch.rows import Defaults, InputLine, Row
 from longdraft.engine.session import Session
 from longdraft.errors import CapabilityError, LongdraftError
-from longdraft.model.load.checkpoints import Progress
 from longdraft.serve.choice import SpecDecodingStats
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
@@ -58,8 +57,6 @@ class BatchEngine:
     """Answers rows in this process.
 
     Args:
-        spec: the model, the drafting method and the tokenizer.
-        defaults: values for fields that a row leaves out.
         slots: number of rows decoded at a time.
         tokens_per_slot: KV entries to allocate for each slot at the start; 0: a slot grows with its row.
 
@@ -88,10 +85,6 @@ class BatchEngine:
             options = {name: str(value) for name, value in spec.options.items()}
             settings["method"] = {"name": spec.method.name, **options}
         return settings
-
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Measures the cost of verifications, if the planner of draft trees needs it."""
-        self._spec.planner(progress)
 
     async def answer(self, line: InputLine) -> RowResult:
         """Answers a row of the input. A failure becomes a row of the output with the error."""
@@ -131,8 +124,6 @@ async def run(
 
     Args:
         input_lines: the rows, from the first that the output lacks.
-        output: the output file, open.
-        engine: answers the rows.
         progress: called with the run's counts after each row that was written.
         cancelled: True ends the run; rows in flight are not written.
 

@@ -45,48 +45,31 @@ PARTIAL_METHODS = ("tokenswift", "triforce")
 
 @dataclass(frozen=True)
 class RunKey:
-    """Identifies a run within a file by the settings in which the runs of the file differ.
-
-    Attributes:
-        options: the method's options as JSON.
-        draft: fingerprint of the method's draft; empty: no draft.
-        length: requested tokens of the prompt.
-        rope_factor: YaRN factor of the target; None: not stretched.
-        sample: where the text comes from: file and line.
-        prompt: digest of the prompt's token ids.
-        sampling: a :data:`~longdraft.bench.data.SamplingScheme`; "coupled" for greedy decoding.
-    """
+    """Identifies a run within a file by the settings in which the runs of the file differ."""
 
     method: str
-    options: str
-    draft: str
+    options: str  # the method's options as JSON
+    draft: str  # fingerprint of the method's draft; empty: no draft
     temperature: float
-    length: int
-    rope_factor: float | None
+    length: int  # requested tokens of the prompt
+    rope_factor: float | None  # YaRN factor of the target; None: not stretched
     dataset: str
-    sample: str
-    prompt: str
-    sampling: str = "coupled"
+    sample: str  # where the text comes from: file and line
+    prompt: str  # digest of the prompt's token ids
+    sampling: str = "coupled"  # a ``SamplingScheme``; "coupled" for greedy decoding
 
 
 @dataclass(frozen=True)
 class AcceptanceRun:
-    """The measured run of one prompt.
-
-    Attributes:
-        asked: the key of the run.
-        prompt_tokens: number of tokens of the prompt.
-        new_tokens: number of emitted tokens, without the token of the prefill.
-        verifications: number of target forwards that emitted the new tokens.
-        accepted: for each verification, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
-        seconds: median decode seconds of the repeats. Old versions wrote None, or the seconds of the fastest repeat.
-    """
+    """The measured run of one prompt."""
 
     asked: RunKey
     prompt_tokens: int
-    new_tokens: int
-    verifications: int
+    new_tokens: int  # number of emitted tokens, without the token of the prefill
+    verifications: int  # number of target forwards that emitted the new tokens
+    # for each verification, how many drafted tokens were accepted, and how many ``max_tokens`` allowed
     accepted: tuple[tuple[int, int], ...]
+    # median decode seconds of the repeats. Old versions wrote None, or the seconds of the fastest repeat
     seconds: float | None = field(default=None, compare=False)
 
 
@@ -95,11 +78,6 @@ AcceptanceStep = Step[RunKey, AcceptanceRun]
 
 def open_records(path: Path, settings: Settings, model: Mapping[str, Any]) -> RecordFile[AcceptanceRun]:
     """Opens a file of runs. Later runs may add other methods, lengths, temperatures and prompts to the file.
-
-    Args:
-        path: the file to open or make.
-        settings: the bench's settings.
-        model: the header's entry for the model.
 
     Raises:
         LongdraftError: see :class:`~longdraft.bench.records.RecordFile`.
@@ -134,16 +112,14 @@ class AcceptanceBench:
     """Measures methods on a target, and on the target stretched by YaRN. Keeps one target in memory at a time.
 
     Args:
-        load: loads the target, stretched by a YaRN factor in addition to the user's settings; None: not stretched.
-        make_settings: makes the bench's settings for a target.
+        loaded: the target, not stretched by the bench.
+        load: loads the target again, stretched by a YaRN factor in addition to the user's settings.
         temperatures: the sampling temperatures to measure; 0: greedy.
         name: the model's name as the user wrote it.
-        progress: called with a line of text before a step that takes long.
         repeats: how often each run is repeated. A run's seconds are the median of the repeats.
         sampling: how drafted tokens are accepted at T > 0.
 
     Attributes:
-        settings, tokenizer: the bench's settings, and the target's tokenizer.
         context_length: the target's context (tokens), not stretched by the bench.
         model_entry: the target's entry in the header of a file.
         notes: remarks on texts and lengths that are not as requested.
@@ -154,19 +130,17 @@ class AcceptanceBench:
     """
 
     def __init__(
-        self, load: Callable[[float | None], LoadedModel], make_settings: Callable[[TargetRunner], Settings],
+        self, loaded: LoadedModel, settings: Settings, load: Callable[[float], LoadedModel],
         temperatures: Sequence[float], name: str, progress: Progress | None = None, repeats: int = 1,
         sampling: SamplingScheme = "coupled",
     ) -> None:  # fmt: skip
         self._load, self._temperatures, self._repeats, self._sampling = load, temperatures, repeats, sampling
-        self.notes: list[str] = []
+        self.settings, self._tokenizer, self.notes = settings, loaded.tokenizer, list[str]()
         self._rope_factor: float | None = None  # of the target in memory
-        loaded = load(None)
-        target = TargetRunner(loaded.model)
-        self.settings, self.tokenizer = make_settings(target), loaded.tokenizer
-        self.context_length, self.model_entry = target.context_length, model_entry(target, name)
-        self._bench: Bench | None = Bench(loaded, self.settings, progress=progress)
-        drafts = {name: contender.draft for name, contender in self._bench.methods.items()}
+        bench = Bench(loaded, settings, progress=progress)
+        self._bench: Bench | None = bench
+        self.context_length, self.model_entry = bench.target.context_length, model_entry(bench.target, name)
+        drafts = {name: contender.draft for name, contender in bench.methods.items()}
         self._draft_fingerprints = {name: fingerprint(draft) if draft else "" for name, draft in drafts.items()}
 
     def _load_stretched(self, factor: float | None) -> None:
@@ -175,7 +149,7 @@ class AcceptanceBench:
             self._rope_factor, self._bench = factor, None
             gc.collect()
             try:
-                self._bench = Bench(self._load(factor), self.settings)
+                self._bench = Bench(self._load(factor or 1.0), self.settings)
             except CapabilityError as error:
                 self.notes.append(f"Lengths that need a factor of {factor or 1:g} are left out: {error}")
 
@@ -195,14 +169,9 @@ class AcceptanceBench:
             by_sample: dict[Sample, list[Prompt]] = {}
             for length in factor_lengths:
                 prompts, notes = prompts_of_length(
-                    samples,
-                    length,
-                    context - max_tokens,
-                    self.tokenizer,
-                    short,
-                    settings.raw,
+                    samples, length, context - max_tokens, self._tokenizer, short, settings.raw,
                     **settings.template_kwargs,
-                )
+                )  # fmt: skip
                 self.notes += notes
                 for prompt in prompts:
                     by_sample.setdefault(prompt.sample, []).append(prompt)

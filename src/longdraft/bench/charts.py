@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from longdraft.errors import CapabilityError
+from longdraft.errors import needs_extra
 
 INK = "#1f2933"
 # Colours that suit light and dark pages, and that colour-blind readers tell apart (after Okabe and Ito).
@@ -34,17 +34,14 @@ class Point(NamedTuple):
 
 def check_available() -> None:
     """Raises CapabilityError if matplotlib is not installed."""
-    try:
+    with needs_extra("report", "Charts need the package matplotlib"):
         import matplotlib  # noqa: F401
-    except ImportError:
-        raise CapabilityError("Charts need the package matplotlib: pip install 'longdraft[report]'.") from None
 
 
 def plot(title: str, series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, reference: float) -> bytes:
     """Returns an SVG file: a line for each method over a logarithmic x axis. Leaves matplotlib's settings as they are.
 
     Args:
-        title, x_label, y_label: texts of the chart and the axes.
         series: by method, the points of its line, at least one.
         reference: y of a thin horizontal line, such as 1 for plain decoding.
     """

@@ -25,20 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A batch of prompts that every contender decodes.
+    """A batch of prompts that every contender decodes."""
 
-    Attributes:
-        prompts: token ids of each prompt.
-        max_tokens: new tokens of each prompt, at most.
-        sampling, seed: how the next token is chosen, and the seed of the random numbers.
-        eos_ids: token ids that end a sequence; empty: decode on to ``max_tokens``.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    max_tokens: int
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    max_tokens: int  # new tokens of each prompt, at most
     sampling: Sampling
-    seed: int
-    eos_ids: frozenset[int]
+    seed: int  # of the random numbers
+    eos_ids: frozenset[int]  # token ids that end a sequence; empty: decode on to ``max_tokens``
 
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
         """Starts to decode the job with a method of longdraft. Reuses the KV of the prompts that ``cache`` holds."""
@@ -50,27 +43,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """One decoding of a job.
+    """One decoding of a job."""
 
-    Attributes:
-        tokens: new tokens of each prompt, EOS included.
-        first_token_seconds: from the start until every prompt has its first token; None in files of old versions.
-        decode_seconds: from then to the end.
-        rounds: for each prompt, the number of verification forwards, which is one a round of drafting and verification.
-        accepted: for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed.
-        partial_rounds: number of rounds that verified on a part of the target's KV.
-        partial_tokens: number of tokens that the partial rounds emitted.
-        view: describes the KV entries that the draft or a partial verification sees; empty: all.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]  # new tokens of each prompt, EOS included
+    # from the start until every prompt has its first token; None in files of old versions
     first_token_seconds: float | None
-    decode_seconds: float
+    decode_seconds: float  # from then to the end
+    # for each prompt, the number of verification forwards, which is one a round of drafting and verification
     rounds: tuple[int, ...]
+    # for each round, how many drafted tokens were accepted, and how many ``max_tokens`` allowed
     accepted: tuple[tuple[int, int], ...] = ()
-    partial_rounds: int = 0
-    partial_tokens: int = 0
-    view: str = ""
+    partial_rounds: int = 0  # number of rounds that verified on a part of the target's KV
+    partial_tokens: int = 0  # number of tokens that the partial rounds emitted
+    view: str = ""  # describes the KV entries that the draft or a partial verification sees; empty: all
 
     @property
     def new_tokens(self) -> int:

@@ -22,45 +22,28 @@ SamplingScheme = Literal["coupled", "standard"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The parts of a prompt, made from a row of a data file.
+    """The parts of a prompt, made from a row of a data file."""
 
-    Attributes:
-        document: the long text, which is cut to fit; empty for a conversation.
-        instruction: the text after the document; empty if the document is the whole prompt.
-        dataset: the row's own ``dataset``, else the file's name without its suffix.
-        origin: file and line, for error messages.
-        preface: the text before the document; never cut.
-        separator: the text between preface, document and instruction.
-        answers: reference answers; any one is right.
-        metric: how an answer is scored, one of :data:`longdraft.bench.scores.METRICS`; empty: not scored.
-        answer_prefix: text that an answer must begin with, or its score is 0; it is not compared.
-        score_first_line: score only the first line of an answer: models write more few-shot examples after it.
-        classes: for classification, the names of all classes.
-        no_chat_template: encode as plain text, as LongBench does for its code and few-shot tasks.
-        truncate_middle: cut the document in its middle instead of at its end.
-        needles: sentences that are inserted after the cut, each with its depth, 0 to 1.
-        messages: the messages of a conversation; all but the last are cut to fit. Empty: no conversation.
-        tools: for a conversation, the functions that the model may call; None: none.
-        continues_previous: the preceding sample is the previous turn of the same conversation.
-    """
-
-    document: str
-    instruction: str
-    dataset: str
-    origin: str
-    preface: str = ""
-    separator: str = "\n\n"
-    answers: tuple[str, ...] = ()
-    metric: str = ""
-    answer_prefix: str = ""
+    document: str  # the long text, which is cut to fit; empty for a conversation
+    instruction: str  # the text after the document; empty if the document is the whole prompt
+    dataset: str  # the row's own ``dataset``, else the file's name without its suffix
+    origin: str  # file and line, for error messages
+    preface: str = ""  # the text before the document; never cut
+    separator: str = "\n\n"  # the text between preface, document and instruction
+    answers: tuple[str, ...] = ()  # reference answers; any one is right
+    metric: str = ""  # how an answer is scored, one of ``METRICS``; empty: not scored
+    answer_prefix: str = ""  # text that an answer must begin with, or its score is 0; it is not compared
+    # score only the first line of an answer: models write more few-shot examples after it
     score_first_line: bool = False
-    classes: tuple[str, ...] = ()
-    no_chat_template: bool = False
-    truncate_middle: bool = False
+    classes: tuple[str, ...] = ()  # for classification, the names of all classes
+    no_chat_template: bool = False  # encode as plain text, as LongBench does for its code and few-shot tasks
+    truncate_middle: bool = False  # cut the document in its middle instead of at its end
+    # sentences that are inserted after the cut, each with its depth, 0 to 1
     needles: tuple[tuple[float, str], ...] = ()
+    # the messages of a conversation; all but the last are cut to fit. Empty: no conversation
     messages: tuple[Mapping[str, Any], ...] = ()
-    tools: Any = None
-    continues_previous: bool = False
+    tools: Any = None  # for a conversation, the functions that the model may call; None: none
+    continues_previous: bool = False  # the preceding sample is the previous turn of the same conversation
 
     @property
     def size(self) -> int:

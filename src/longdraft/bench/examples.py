@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-from longdraft.errors import CapabilityError, PromptError, reason_of
+from longdraft.errors import CapabilityError, PromptError, needs_extra, reason_of
 from longdraft.files import file_errors, require_regular
 
 _TEXT_SUFFIXES = (".jsonl", ".json", ".txt")
@@ -149,13 +149,8 @@ def _load_dataset(origin: str, stem: str, limit: int | None, make_error: MakeErr
     """Reads rows by ``datasets.load_dataset(**kwargs)``. Raises ``make_error(reason)`` if the library fails."""
     from longdraft.model.load.checkpoints import quiet
 
-    try:
+    with needs_extra("data", "Data sets by name, parquet and CSV files need the datasets library, JSONL files do not"):
         from datasets import load_dataset
-    except ImportError:
-        raise CapabilityError(
-            'Data sets by name and parquet files need the datasets library: pip install "longdraft[data]". JSONL files '
-            "need nothing: --data FILE.jsonl, or --data gov_report=FILE.jsonl."
-        ) from None
     try:
         with quiet():
             stream = load_dataset(**kwargs, streaming=True)

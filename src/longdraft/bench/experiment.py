@@ -26,28 +26,18 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Step(Generic[K, R]):
-    """A part of a measurement that makes some records.
+    """A part of a measurement that makes some records."""
 
-    Attributes:
-        description: a few words for the progress bar.
-        keys: keys of the records that the step makes.
-        measure: makes the records of the keys in its first argument. Calls its second argument before each run.
-        runs_per_record: number of runs that make one record.
-    """
-
-    description: str
-    keys: Sequence[K]
+    description: str  # a few words for the progress bar
+    keys: Sequence[K]  # keys of the records that the step makes
+    # makes the records of the keys in its first argument. Calls its second argument before each run
     measure: Callable[[Collection[K], Tick], Iterable[R]]
-    runs_per_record: int = 1
+    runs_per_record: int = 1  # number of runs that make one record
 
 
 class Experiment(Generic[K, R]):
-    """Holds the steps of a measurement, and the records that the steps have made.
-
-    Args:
-        key: returns the key of a record.
-        file: keeps the records on disk, and may hold records of an interrupted run; None: memory only.
-    """
+    """Holds the steps of a measurement, and the records that the steps have made. ``file``: keeps the records on disk,
+    and may hold records of an interrupted run; None: memory only."""
 
     def __init__(self, steps: Sequence[Step[K, R]], key: Callable[[R], K], file: RecordFile[R] | None = None) -> None:
         self._steps, self._key, self.file = steps, key, file
@@ -92,13 +82,7 @@ class Unit(NamedTuple):
 
 
 def unit_experiment(units: Units, path: Path | None, header: Mapping[str, Any]) -> Experiment[str, UnitRecord]:
-    """Makes an experiment with one step and one record for each unit.
-
-    Args:
-        units: the units by name.
-        path: the file of records; None: memory only.
-        header: see :class:`~longdraft.bench.records.RecordFile`, also for errors.
-    """
+    """Makes an experiment with one step and one record for each unit. ``path``: the file of records; None: no file."""
 
     def measure(name: str, missing: Collection[str], tick: Tick) -> Iterator[UnitRecord]:
         yield {"unit": name, "measured": units[name].measure(tick)}

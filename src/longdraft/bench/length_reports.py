@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
-from longdraft.bench import charts
+from longdraft.bench import charts, machine
 from longdraft.bench.acceptance import AcceptanceRun, format_temperature
 from longdraft.bench.settings import REFERENCE
 from longdraft.bench.tables import (
@@ -24,7 +24,6 @@ from longdraft.bench.tables import (
     Report,
     acceptance_stats,
     depth_accepted,
-    environment_info,
     format_cell,
     format_figure,
     group_by,
@@ -54,10 +53,8 @@ def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
     """Makes the report of ``bench acceptance``: a table for each temperature and data set, a column for each length.
 
     Args:
-        runs: the measured runs.
         methods: methods in the order of the rows.
         notes: remarks about texts.
-        complete: True if no run is missing.
     """
     runs = _with_verifications(runs)
     datasets: list[str | None] = list(dict.fromkeys(run.asked.dataset for run in runs))
@@ -89,7 +86,7 @@ def acceptance_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
         table.add_row("prompts", *(f"{row['prompts']}" for row in footer))
         table.add_row("prompt tokens", *(f"{row['context_tokens']:,}" for row in footer))
         tables.append((f"Mean accepted length: {title}", table))
-    document = {"rows": rows, "notes": list(notes), **environment_info(), "complete": complete}
+    document = {"rows": rows, "notes": list(notes), **machine.environment(), "complete": complete}
     return Report(document, tables, list(map(Text, notes)), ACCEPTANCE_DEFINITIONS)
 
 
@@ -115,7 +112,7 @@ def break_even_report(runs: Runs, methods: Sequence[str], notes: Sequence[str], 
     tables = [
         ("Accepted length and break-even by tokens of text", pays_table), ("Speed by tokens of text", speed_table),
     ]  # fmt: skip
-    document = {"rows": rows, "notes": list(notes), **environment_info(), "complete": complete}
+    document = {"rows": rows, "notes": list(notes), **machine.environment(), "complete": complete}
     return Report(document, tables, list(map(Text, notes)), BREAK_EVEN_DEFINITIONS)
 
 

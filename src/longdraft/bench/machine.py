@@ -44,3 +44,8 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             installed[package] = None
     return installed
+
+
+def environment() -> dict[str, Any]:
+    """Returns the entries of a report's JSON object that describe the machine and the versions."""
+    return {"hardware": hardware(), "versions": versions()}

@@ -59,7 +59,6 @@ def make_haystacks(
         context_tokens: tokens of a prompt.
         num_texts: number of texts. Each text is a window of the file's text.
         depths: positions of the needle in each text, from 0 (beginning) to 1 (end). Each depth makes a prompt.
-        template_kwargs: ``system`` and arguments of the chat template.
 
     Raises:
         PromptError: the file cannot be read, or its text is too short.
@@ -89,14 +88,10 @@ StoredLogits = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class TokenPrediction(NamedTuple):
-    """A drafter's prediction of one token of a needle.
+    """A drafter's prediction of one token of a needle."""
 
-    Attributes:
-        is_top1: the drafter gives this token the greatest probability.
-        logprob: the drafter's log-probability of this token; None if the drafter's vocabulary lacks the token.
-    """
-
-    is_top1: bool
+    is_top1: bool  # the drafter gives this token the greatest probability
+    # the drafter's log-probability of this token; None if the drafter's vocabulary lacks the token
     logprob: float | None
 
 
@@ -104,7 +99,6 @@ class NeedleBench:
     """Measures drafters on one loaded model.
 
     Args:
-        loaded: the target and its tokenizer.
         views: by the name of a view, the method whose drafter is measured, and options, which include the view.
         drafts: trained drafts by kind. For other kinds the package's drafts are used.
 

@@ -43,13 +43,8 @@ class TimingStreamer(BaseStreamer):
 
 
 class TransformersGenerate(Contender):
-    """Decodes jobs with ``generate`` of transformers, one token a forward.
-
-    Args:
-        model: the model to decode with.
-        name: one of :data:`PEERS`.
-        same_arithmetic: ``model`` and longdraft's target compute in the same arithmetic. Otherwise tokens may differ.
-    """
+    """Decodes jobs with ``generate`` of transformers, one token a forward. ``same_arithmetic``: ``model`` and
+    longdraft's target compute in the same arithmetic. Otherwise tokens may differ."""
 
     def __init__(self, model: PreTrainedModel, name: str = HF, same_arithmetic: bool = True) -> None:
         self._model, self.name, self.note = model, name, f"{weight_formats(model)} weights"

@@ -24,9 +24,7 @@ def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: i
     """Decodes the first rounds of a job with clocks around the parts.
 
     Args:
-        spec: the method to profile.
         cache: holds the KV of the prompts; None: a prefill comes first.
-        rounds: rounds to profile, at most.
 
     Returns:
         None if the prefill emits all tokens of the job. Otherwise a JSON object. ``rounds``: number of profiled rounds.

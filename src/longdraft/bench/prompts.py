@@ -22,18 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An encoded sample.
+    """An encoded sample."""
 
-    Attributes:
-        sample: the sample, before it was cut and joined.
-        context: the requested length in tokens; None: not cut.
-        joined: the texts of other samples were appended to the document.
-    """
-
-    sample: Sample
+    sample: Sample  # before it was cut and joined
     token_ids: tuple[int, ...]
-    context: int | None = None
-    joined: bool = False
+    context: int | None = None  # the requested length in tokens; None: not cut
+    joined: bool = False  # the texts of other samples were appended to the document
 
     @cached_property
     def digest(self) -> str:

@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from longdraft.bench import machine
 from longdraft.bench.contenders import eos_ids
 from longdraft.bench.experiment import Tick
 from longdraft.bench.prompts import Prompt
@@ -32,7 +33,6 @@ from longdraft.bench.tables import (
     Column,
     Report,
     acceptance_stats,
-    environment_info,
     format_cell,
     group_by,
     mean_of,
@@ -102,27 +102,18 @@ def make_variants(budgets: Sequence[int], margins: Sequence[int], selectors: Seq
 class QualitySettings:
     """Settings of a comparison.
 
-    Attributes:
-        max_tokens: new tokens of a prompt, at most.
-        ignore_eos: decode on to ``max_tokens``.
-        variants: the compared variants of specpv.
-        kv_dtypes: dtypes of KV caches with which ``ar`` decodes too.
-        options: options of specpv and its drafter that all variants have.
-        temperature: above 0, all contenders sample with the same random numbers.
-        answer_tokens: above 0, a text is a chain of thought. Then the answer is asked for, which has so many tokens at
-            most, and is scored.
-
     Raises:
         ValueError: the options make no partial cache.
         LongdraftError: the method has no such option, or the draft cannot be read.
     """
 
-    variants: Variants
-    max_tokens: int = 128
-    ignore_eos: bool = False
-    kv_dtypes: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    temperature: float = 0.0
+    variants: Variants  # the compared variants of specpv
+    max_tokens: int = 128  # new tokens of a prompt, at most
+    ignore_eos: bool = False  # decode on to ``max_tokens``
+    kv_dtypes: tuple[str, ...] = ()  # dtypes of KV caches with which ``ar`` decodes too
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of specpv and its drafter that all variants have
+    temperature: float = 0.0  # above 0, all contenders sample with the same random numbers
+    # Above 0, a text is a chain of thought. Then the answer is asked for, of so many tokens at most, and scored.
     answer_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -156,7 +147,6 @@ class QualityBench:
     """Compares the outputs of contenders on one loaded model.
 
     Attributes:
-        settings: the settings of the comparison.
         drafter: name of the method whose drafter all contenders but ``ar`` use.
         names: names of the contenders, in the order in which they decode a prompt.
 
@@ -277,7 +267,8 @@ class QualityBench:
             for name, run in prompt["runs"].items()
             for reference in [self.reference_of(name)]
         ]  # fmt: skip
-        document = {"drafter": self.drafter, "rows": rows, "texts": texts, **environment_info(), "complete": complete}
+        document = {"drafter": self.drafter, "rows": rows, "texts": texts, "complete": complete}
+        document |= machine.environment()
         tables = [self._table(group, nonempty_columns(rows, COLUMNS)) for group in group_by(rows, "dataset")]
         return Report(document, tables, definitions=DEFINITIONS)
 

@@ -29,7 +29,6 @@ class RecordFile(Generic[T]):
     """Keeps records in a file. Writes the header to a new file; continues an existing file.
 
     Args:
-        path: the file.
         header: the header of this run, from :func:`make_header`.
         record_type: a dataclass with annotated fields, or ``dict``.
 

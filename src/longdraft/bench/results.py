@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from longdraft.bench import machine
 from longdraft.bench.peers import PEERS
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint, jsonable, make_header
 from longdraft.bench.run import Bench
-from longdraft.bench.tables import environment_info
 from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.runner import TargetRunner
 
@@ -52,7 +52,7 @@ def bench_header(bench: Bench, prompts: Sequence[Prompt], model: str, data: Sequ
         "model": model_entry(target, model),
         "drafts": {name: fingerprint(c.draft) for name, c in bench.contenders.items() if c.draft is not None},
         "prompts": prompts_digest.hexdigest()[:16],
-        **environment_info(), "notes": bench.notes,
+        **machine.environment(), "notes": bench.notes,
     }  # fmt: skip
     return make_header(FORMAT, VERSION, content)
 
@@ -61,13 +61,12 @@ def unit_header(format_name: str, content: Mapping[str, Any], loaded: LoadedMode
     """Makes the header of a :func:`~longdraft.bench.experiment.unit_experiment`: everything that the records depend on.
 
     Args:
-        content: the settings.
         name: the model's name as the user wrote it.
         tokens: the token ids of the prompts, as a JSON value.
     """
     prompts_digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
     inputs = {"model": model_entry(TargetRunner(loaded.model), name), "prompts": prompts_digest}
-    return make_header(format_name, VERSION, {**content, **inputs, **environment_info()})
+    return make_header(format_name, VERSION, {**content, **inputs, **machine.environment()})
 
 
 def model_entry(target: TargetRunner, name: str) -> dict[str, Any]:

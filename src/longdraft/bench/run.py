@@ -39,55 +39,37 @@ BatchKey = tuple[str, int | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """The first position at which a method's tokens of a sample differ from those of ``ar``.
-
-    Attributes:
-        sample: where the sample comes from: file and line.
-        position, token, reference, near_tie: see :class:`~longdraft.bench.ties.Difference`.
-        gap: distance of the two tokens' logits; None if one output has ended.
-    """
+    """The first position at which a method's tokens of a sample differ from those of ``ar``, as in ``Difference``."""
 
     method: str
     dataset: str
-    sample: str
+    sample: str  # where the sample comes from: file and line
     position: int
     token: int | None
     reference: int | None
-    gap: float | None
+    gap: float | None  # distance of the two tokens' logits; None if one output has ended
     near_tie: bool
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The measured runs of one batch.
-
-    Attributes:
-        context: the length that the prompts were cut to; None: not cut.
-        batch: number of prompts.
-        samples: origin (file and line) of each prompt.
-        prompt_tokens: number of tokens of each prompt.
-        cold: by contender, the run with the contender's own prefill.
-        rounds: by contender, the timed runs, one for each repeat. A run has many rounds of drafting and verification.
-        differences: where tokens differ from those of ``ar``.
-        comparable: contenders whose tokens should equal those of ``ar``.
-        peak_memory_bytes: by contender, the peak of the process in the timed runs; None if the system reports none.
-        profiles: by method, the result of :func:`longdraft.bench.profile.profile_job`.
-        scored: the metric of the answers; empty: not scored.
-        scores: by contender, the score of each sample's answer; None: the sample has no reference answers.
-    """
+    """The measured runs of one batch."""
 
     dataset: str
-    context: int | None
-    batch: int
-    samples: tuple[str, ...]
-    prompt_tokens: tuple[int, ...]
-    cold: dict[str, Run]
+    context: int | None  # the length that the prompts were cut to; None: not cut
+    batch: int  # number of prompts
+    samples: tuple[str, ...]  # origin (file and line) of each prompt
+    prompt_tokens: tuple[int, ...]  # number of tokens of each prompt
+    cold: dict[str, Run]  # by contender, the run with the contender's own prefill
+    # by contender, the timed runs, one for each repeat. A run has many rounds of drafting and verification
     rounds: dict[str, list[Run]]
-    differences: list[SampleDifference]
-    comparable: tuple[str, ...]
+    differences: list[SampleDifference]  # where tokens differ from those of ``ar``
+    comparable: tuple[str, ...]  # contenders whose tokens should equal those of ``ar``
+    # by contender, the peak of the process in the timed runs; None if the system reports none
     peak_memory_bytes: dict[str, int | None] = field(default_factory=dict)
-    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
-    scored: str = ""
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)  # by method, the result of ``profile_job``
+    scored: str = ""  # the metric of the answers; empty: not scored
+    # by contender, the score of each sample's answer; None: the sample has no reference answers
     scores: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
@@ -108,8 +90,6 @@ class Bench:
     """Measures contenders on one loaded model.
 
     Args:
-        loaded: the target and its tokenizer.
-        progress: called with a line of text before a step that takes long.
         load_dequantized: loads the model again, in a plain dtype, for the peers; None: the peers run on ``loaded``.
 
     Attributes:

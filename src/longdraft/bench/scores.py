@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
 
 from longdraft.bench.data import Sample
-from longdraft.errors import CapabilityError
+from longdraft.errors import CapabilityError, needs_extra
 
 _NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -91,10 +91,8 @@ def rouge_l() -> Callable[[str, str], float]:
     Raises:
         CapabilityError: the package rouge-score is not installed.
     """
-    try:
+    with needs_extra("bench", "ROUGE needs the package rouge-score"):
         from rouge_score import rouge_scorer
-    except ImportError:
-        raise CapabilityError('ROUGE needs the package rouge-score: pip install "longdraft[bench]"') from None
     scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
 
     def score(reference: str, text: str) -> float:

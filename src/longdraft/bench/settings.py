@@ -30,41 +30,29 @@ REFERENCE = "ar"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a benchmark.
+    """Settings of a benchmark."""
 
-    Attributes:
-        methods: names of contenders. ``ar`` is measured even if it is not among them.
-        max_tokens: new tokens of a prompt, at most.
-        contexts: prompt lengths, each measured; None: prompts are not cut.
-        batches: batch sizes, each measured.
-        repeats: timed runs of each contender.
-        sampling, seed: how the next token is chosen, and the seed of the random numbers.
-        raw: prompts are plain text, without the chat template.
-        ignore_eos: decode on to ``max_tokens``.
-        cold: before the timed runs every contender has a run with its own prefill, which gives the time to first token.
-            False: the prefill of ``ar`` serves all of longdraft's methods.
-        draft_options: options for all methods that take a draft: ``draft``, ``widths``, ``nodes``.
-        contender_options: by the name of a contender: options of the method, ``plan`` and ``kv_dtype``.
-        plan, offload: for longdraft's methods; see :class:`~longdraft.speculator.Speculator`.
-        profile: after the timed runs, profile some more rounds of longdraft's methods.
-        template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
-    """
-
+    # names of contenders. ``ar`` is measured even if it is not among them
     methods: tuple[str, ...] = (REFERENCE, "prompt-lookup")
-    max_tokens: int = 64
-    contexts: tuple[int | None, ...] = (None,)
-    batches: tuple[int, ...] = (1,)
-    repeats: int = 3
+    max_tokens: int = 64  # new tokens of a prompt, at most
+    contexts: tuple[int | None, ...] = (None,)  # prompt lengths, each measured; None: prompts are not cut
+    batches: tuple[int, ...] = (1,)  # batch sizes, each measured
+    repeats: int = 3  # timed runs of each contender
     sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    raw: bool = False
-    ignore_eos: bool = False
+    seed: int = 0  # of the random numbers
+    raw: bool = False  # prompts are plain text, without the chat template
+    ignore_eos: bool = False  # decode on to ``max_tokens``
+    # before the timed runs every contender has a run with its own prefill, which gives the time to first token. False:
+    # the prefill of ``ar`` serves all of longdraft's methods
     cold: bool = True
+    # options for all methods that take a draft: ``draft``, ``widths``, ``nodes``
     draft_options: Mapping[str, Any] = field(default_factory=dict)
+    # by the name of a contender: options of the method, ``plan`` and ``kv_dtype``
     contender_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    plan: str | None = None
+    plan: str | None = None  # for longdraft's methods, as for Speculator; offload too
     offload: str | None = None
-    profile: bool = False
+    profile: bool = False  # after the timed runs, profile some more rounds of longdraft's methods
+    # ``system`` and arguments of the chat template, such as ``enable_thinking``
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -24,19 +24,12 @@ Column = tuple[str, str, str]
 
 @dataclass
 class Report:
-    """The tables and the JSON object of a measurement.
+    """The tables and the JSON object of a measurement."""
 
-    Attributes:
-        document: the JSON object.
-        tables: pairs of a title and a table.
-        remarks: lines below the tables.
-        definitions: definitions of the figures; lines below the remarks.
-    """
-
-    document: dict[str, Any]
-    tables: Sequence[tuple[str, Table]]
-    remarks: Sequence[Text] = ()
-    definitions: Sequence[str] = ()
+    document: dict[str, Any]  # the JSON object
+    tables: Sequence[tuple[str, Table]]  # pairs of a title and a table
+    remarks: Sequence[Text] = ()  # lines below the tables
+    definitions: Sequence[str] = ()  # definitions of the figures; lines below the remarks
 
 
 def to_markdown(report: Report) -> str:
@@ -67,14 +60,7 @@ def pivot(
     make_heading: Callable[[Mapping[str, Any]], str],
     make_cell: Callable[..., Any],
 ) -> Table:
-    """Makes a table with a line for each method and a column for each length.
-
-    Args:
-        first_heading: heading of the column of methods.
-        rows: a row for each method and length.
-        make_heading: returns the heading of a row's column.
-        make_cell: returns the text of a row's cell.
-    """
+    """Makes a table with a line for each method and a column for each length."""
     headings = list(dict.fromkeys(make_heading(row) for row in rows))
     table = new_table([first_heading], headings)
     for name in dict.fromkeys(row["method"] for row in rows):
@@ -151,10 +137,3 @@ def depth_accepted(rounds: Sequence[tuple[int, int]]) -> list[float]:
     max_depth = min(MAX_DEPTH, max((accepted for accepted, _ in rounds), default=0))
     depths = range(1, max_depth + 1)
     return [sum(accepted >= depth for accepted, _ in rounds) / len(rounds) for depth in depths]
-
-
-def environment_info() -> dict[str, Any]:
-    """Returns the entries of a report's JSON object that describe the machine and the versions."""
-    from longdraft.bench import machine
-
-    return {"hardware": machine.hardware(), "versions": machine.versions()}

@@ -63,9 +63,12 @@ class Task:
     make_samples: Callable[[Example], Iterable[Sample]] | None = None
 
 
-def _longbench(name: str, **attributes: Any) -> Task:
-    hub = {"path": "json", "data_files": _LONGBENCH.format(name=name), "split": "train"}
-    return Task(_TEMPLATES[name], hub=hub, truncate_middle=True, **attributes)
+def _longbench(name: str, metric: str) -> Task:
+    return Task(
+        _TEMPLATES[name], hub={"path": "json", "data_files": _LONGBENCH.format(name=name), "split": "train"},
+        metric=metric, truncate_middle=True, score_first_line=name in _FEW_SHOT,
+        no_chat_template=name in _FEW_SHOT | _CODE,
+    )  # fmt: skip
 
 
 def _spec_bench(example: Example) -> Columns:
@@ -92,27 +95,16 @@ def _speed_bench(example: Example) -> Columns:
     return {"context": turn, "part": "/".join([*split[-1:], str(example.columns.get("category", ""))])}
 
 
-_FEW_SHOT = {"no_chat_template": True, "score_first_line": True}
-_LONGBENCH_TASKS: dict[str, dict[str, Any]] = {
-    "narrativeqa": {"metric": "f1"},
-    "qasper": {"metric": "f1"},
-    "multifieldqa_en": {"metric": "f1"},
-    "hotpotqa": {"metric": "f1"},
-    "2wikimqa": {"metric": "f1"},
-    "musique": {"metric": "f1"},
-    "gov_report": {"metric": ROUGE},
-    "qmsum": {"metric": ROUGE},
-    "multi_news": {"metric": ROUGE},
-    "trec": {"metric": CLASSES, **_FEW_SHOT},
-    "triviaqa": {"metric": "f1", **_FEW_SHOT},
-    "samsum": {"metric": ROUGE, **_FEW_SHOT},
-    "passage_count": {"metric": "numbers"},
-    "passage_retrieval_en": {"metric": "numbers"},
-    "lcc": {"metric": "edit_similarity", "no_chat_template": True},
-    "repobench-p": {"metric": "edit_similarity", "no_chat_template": True},
+_FEW_SHOT, _CODE = {"trec", "triviaqa", "samsum"}, {"lcc", "repobench-p"}
+_LONGBENCH_NAMES = {  # by metric
+    "f1": "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa",
+    ROUGE: "gov_report qmsum multi_news samsum",
+    CLASSES: "trec",
+    "numbers": "passage_count passage_retrieval_en",
+    "edit_similarity": "lcc repobench-p",
 }
 TASKS = {
-    **{name: _longbench(name, **attributes) for name, attributes in _LONGBENCH_TASKS.items()},
+    **{name: _longbench(name, metric) for metric, names in _LONGBENCH_NAMES.items() for name in names.split()},
     "longbench-v2": Task(
         _TEMPLATES["longbench-v2"], hub={"path": "THUDM/LongBench-v2", "split": "train"}, metric="choice",
         truncate_middle=True,

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longdraft.bench.data import Sample
-from longdraft.errors import CapabilityError, PromptError
 from longdraft.engine.chat import apply_chat_template, chat_template_arguments
+from longdraft.errors import CapabilityError, PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

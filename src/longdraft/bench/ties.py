@@ -43,21 +43,13 @@ def near_tie(gap: float, logit: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two outputs.
+    """The first difference of two outputs."""
 
-    Attributes:
-        position: index of the differing token in the outputs, from 0.
-        token: the output's token at this position; None if the output ends before it.
-        reference: the reference's token at this position; None if the reference ends before it.
-        gap: distance of the target's logits of the two tokens, after logits processors; inf if an output has ended.
-        near_tie: rounding can swap the two logits, see :func:`near_tie`.
-    """
-
-    position: int
-    token: int | None
-    reference: int | None
-    gap: float
-    near_tie: bool = False
+    position: int  # index of the differing token in the outputs, from 0
+    token: int | None  # the output's token at this position; None if the output ends before it
+    reference: int | None  # the reference's token at this position; None if the reference ends before it
+    gap: float  # distance of the target's logits of the two tokens, after logits processors; inf if an output has ended
+    near_tie: bool = False  # rounding can swap the two logits, see ``near_tie``
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -76,8 +68,6 @@ def compare_outputs(
     """Returns the first difference between two outputs of a prompt; None if the outputs are equal.
 
     Args:
-        runner, prompt: runs the target; the prompt of both outputs.
-        tokens, reference: the two outputs.
         sampling: how the tokens were sampled. Its logits processors are applied before the gap is measured.
         cache: may hold the KV of the prompt, which then is not computed again.
     """

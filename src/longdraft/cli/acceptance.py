@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +15,6 @@ from longdraft.bench.data import SamplingScheme, ShortTextPolicy
 from longdraft.bench.tables import Report, group_by
 from longdraft.cli import console, measure_options, method_options, options
 from longdraft.errors import CapabilityError
-
-if TYPE_CHECKING:
-    from longdraft.model.runner import TargetRunner
 
 DEFAULT_LENGTHS = "512,1024,2048,4096,8192,16384,32768"
 MIN_LENGTH, MAX_LENGTH = 1024, 131072  # the default lengths of ``bench length`` lie between them
@@ -154,11 +151,8 @@ def _measure(
         methods: method names, separated by commas; None: the method of --draft.
         fallback_methods: used if there are neither --methods nor --draft, and no drafts ship for the model.
         lengths_for: returns the prompt lengths for a model's context length.
-        short_texts: what to do with texts that are shorter than a prompt length.
         always_measured: methods that are measured first, in any case.
-        repeats: number of timed runs.
         scheme: how the target is sampled above temperature 0.
-        settings_kwargs: further arguments of the benchmark's Settings.
 
     Raises:
         SettingError: a method is not longdraft's, or an option is set that no method has.
@@ -167,44 +161,38 @@ def _measure(
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.peers import PEERS
     from longdraft.bench.settings import Settings
+    from longdraft.model.runner import TargetRunner
     from longdraft.registry import kind_of
 
     names = None if methods is None else method_options.split_commas(methods)
     if names is None and draft_options.draft is not None:
         names = [kind_of(draft_options.draft).name]
-    settings_kwargs |= {name: getattr(prompt_options, name) for name in ("max_tokens", "seed", "raw", "ignore_eos")}
-    settings_kwargs |= {"template_kwargs": prompt_options.chat_prompt_kwargs}
 
     def make_settings(contenders: Sequence[str]) -> Settings:
+        if names is None and not contenders:
+            raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
         if not contenders or any(name in PEERS for name in contenders):
             raise options.SettingError("--methods takes one or more of the methods in `longdraft methods`.")
         with options.settings_checked():
             return Settings(
                 tuple(dict.fromkeys((*always_measured, *contenders))), draft_options=draft_options.options(),
                 contender_options=method_options.parse_contenders(contenders), **settings_kwargs,
+                **prompt_options.settings_kwargs,
             )  # fmt: skip
 
-    settings = None if names is None else make_settings(names)
+    def load_stretched(yarn_factor: float) -> longdraft.LoadedModel:
+        stretched = replace(model_options, rope_factor=yarn_factor * (model_options.rope_factor or 1))
+        return stretched.load(lambda message: None)  # no messages, because the progress bar is on the screen
 
-    def settings_for(target: TargetRunner) -> Settings:
-        if settings is not None:
-            return settings
-        if not (default_names := default_methods(target) or fallback_methods):
-            raise CapabilityError("No draft for this model comes with longdraft: name one with --draft, or --methods.")
-        return make_settings(default_names)
-
+    settings = None if names is None else make_settings(names)  # before the model is loaded, if possible
     samples = prompt_options.read()
     with console.status() as status:
-
-        def load(yarn_factor: float | None) -> longdraft.LoadedModel:
-            if yarn_factor is None:
-                return model_options.load(status)
-            # No messages, because the progress bar is on the screen.
-            stretched = replace(model_options, rope_factor=yarn_factor * (model_options.rope_factor or 1))
-            return stretched.load(lambda message: None)
-
+        loaded = model_options.load(status)
+        if settings is None:
+            settings = make_settings(default_methods(TargetRunner(loaded.model)) or fallback_methods)
+        args = temperatures, model_options.name, status, repeats, scheme
         with options.settings_checked():
-            bench = AcceptanceBench(load, settings_for, temperatures, model_options.name, status, repeats, scheme)
+            bench = AcceptanceBench(loaded, settings, load_stretched, *args)
         lengths = lengths_for(bench.context_length)
         status(f"Cutting {len(samples)} texts to {len(set(lengths))} lengths")
         measurements = bench.steps(samples, lengths, short_texts)

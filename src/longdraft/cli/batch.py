@@ -11,7 +11,7 @@ import longdraft
 from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import ThroughputBar
-from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.errors import CheckpointError, needs_extra
 
 _EXIT_ROW_ERRORS = 1  # exit code if a prompt has no answer
 
@@ -45,14 +45,10 @@ def batch(
     from longdraft.engine.request import normalize_stop
     from longdraft.engine.session import default_batch_size
 
-    try:
+    with needs_extra("serve", "longdraft batch needs the packages of the server"):
         from longdraft.batch.output import OutputFile
         from longdraft.batch.rows import Defaults, count_and_digest, read_lines
         from longdraft.batch.run import BatchEngine, RunCounts, run
-    except ImportError as error:
-        raise CapabilityError(
-            f'longdraft batch needs the packages of the server: pip install "longdraft[serve]" ({error}).'
-        ) from error
 
     with options.settings_checked():
         sampling = sampling_options.sampling()
@@ -77,7 +73,7 @@ def batch(
                     f"{out_path}: {file.num_rows_at_start:,} of {total:,} rows are done; continuing after them."
                 )
             if file.num_rows_at_start < total:
-                engine.prepare(status)
+                spec.planner(status)  # measures the cost of verifications, if the planner of draft trees needs it
             status.close()
             remaining_rows = read_lines(in_path, file.num_rows)
             with ThroughputBar("", "rows", total) as bar, Cancel(sigterm=True) as cancel:

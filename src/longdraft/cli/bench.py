@@ -82,10 +82,10 @@ def bench(
     Without options, prompts ask for summaries of, and quotations from, three modules of Python's standard library:
     2,048 prompt tokens, 64 new tokens, three repeats. Ctrl-C ends the run and shows the results so far.
     """
-    from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.prompts import encode_prompts, make_batches
     from longdraft.bench.records import RecordFile
+    from longdraft.bench.report import make_report
     from longdraft.bench.results import bench_header
     from longdraft.bench.run import BatchResult, Bench
     from longdraft.bench.settings import Settings
@@ -93,12 +93,9 @@ def bench(
     from longdraft.registry import kind_of
 
     if quick:
-        prompt_options = replace(
-            prompt_options,
-            limit=prompt_options.limit or QUICK_ROWS,
-            max_tokens=QUICK_MAX_TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens,
-        )
-    max_tokens = MAX_TOKENS if prompt_options.max_tokens is None else prompt_options.max_tokens
+        prompt_options = replace(prompt_options, limit=prompt_options.limit or QUICK_ROWS)
+    if prompt_options.max_tokens is None:
+        prompt_options = replace(prompt_options, max_tokens=QUICK_MAX_TOKENS if quick else MAX_TOKENS)
     if repeats is None:
         repeats = QUICK_REPEATS if quick else REPEATS
     contexts: tuple[int | None, ...] = (None,)
@@ -111,11 +108,10 @@ def bench(
         names = tuple(kind_of(draft_options.draft).name if name == SELF_DRAFTING else name for name in names)
     with options.settings_checked():
         settings = Settings(
-            names, max_tokens, contexts, batches=method_options.parse_ints("--batch", batch), repeats=repeats,
-            sampling=sampling_options.sampling(), seed=prompt_options.seed, raw=prompt_options.raw,
-            ignore_eos=prompt_options.ignore_eos, cold=cold, draft_options=draft_options.options(), plan=plan,
+            names, contexts=contexts, batches=method_options.parse_ints("--batch", batch), repeats=repeats,
+            sampling=sampling_options.sampling(), cold=cold, draft_options=draft_options.options(), plan=plan,
             contender_options=method_options.parse_contenders(names), offload=offload, profile=profile,
-            template_kwargs=prompt_options.chat_prompt_kwargs,
+            **prompt_options.settings_kwargs,
         )  # fmt: skip
     processes.check_options({"--results": output.results, "--profile": profile})
     output.check_writable()
@@ -140,8 +136,8 @@ def bench(
             console.note(f"{count} sample{'s are' if count > 1 else ' is'} left out of batches of {size}: too few.")
     experiment = Experiment(bench.steps(batches), lambda result: result.key, file)
 
-    def make_report(complete: bool) -> Report:
-        document = report.document(bench.names, experiment.records, bench.notes, complete)
-        return report.make_report(document, lambda ids: str(loaded.tokenizer.decode(ids)))
+    def report(complete: bool) -> Report:
+        records, tokenizer = experiment.records, loaded.tokenizer
+        return make_report(bench.names, records, bench.notes, complete, lambda ids: str(tokenizer.decode(ids)))
 
-    output.run(experiment, make_report, "batches")
+    output.run(experiment, report, "batches")

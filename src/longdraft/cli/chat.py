@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +17,7 @@ from longdraft.cli.cancel import Cancel
 from longdraft.cli.display import TextOutput, display_run
 from longdraft.engine.chat import encode_conversation
 from longdraft.errors import ContextError, LongdraftError, RequestError
+from longdraft.options import suggestion
 
 
 def chat(
@@ -84,10 +84,7 @@ class Chat:
     """A conversation with a model, with its /commands.
 
     Args:
-        loaded: the model and its tokenizer.
-        spec: the speculator to start with.
         make_speculator: makes a speculator from a method's name (None: the default method) and options.
-        settings: the settings to start with.
         template_options: the system message, and whether the model thinks.
         documents: texts to put before the first question.
     """
@@ -172,9 +169,8 @@ class Chat:
         if name in ("quit", "exit"):
             return False
         if name not in self._commands:
-            matches = get_close_matches(name, [*self._commands, "quit"], 1)
-            advice = f"; did you mean /{matches[0]}?" if matches else "."
-            raise RequestError(f"There is no command /{name}{advice} /help lists the commands.")
+            advice = suggestion(name, [*self._commands, "quit"], "/") or "/help lists the commands."
+            raise RequestError(f"There is no command /{name}: {advice}")
         self._commands[name](rest.strip())
         return True
 

@@ -37,7 +37,7 @@ def doctor(
 
     with console.status() as status:
         status("Examining")
-        info: dict[str, Any] = {"hardware": machine.hardware(), "versions": machine.versions(), "attention": None}
+        info: dict[str, Any] = machine.environment() | {"attention": None}
         runner, loaded = None, None
         try:
             loaded = model_options.load(status)

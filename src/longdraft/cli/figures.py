@@ -60,7 +60,10 @@ def footer(result: longdraft.Result, kernels: str, colored: bool) -> Group:
             f"{drafts if result.drafted else 'nothing was drafted'}"
         )
     if result.partial_rounds:
-        rows["partial"] = _describe_partial_rounds(result)
+        rows["partial"] = (
+            f"{result.partial_rounds:,} of the forwards read a part of the cache; the {result.partial_tokens:,} tokens "
+            "that they accepted were not verified on the full cache"
+        )
     rows |= {"kernels": kernels, "memory": f"{format_bytes(result.peak_memory_bytes)} at peak"}
     for name, text in rows.items():
         grid.add_row(name, Text(text))
@@ -75,11 +78,6 @@ def _describe_prefill(result: longdraft.Result) -> str:
     if result.finish_reason == "cancelled" and not result.token_ids:
         return f"{result.prompt_tokens:,} tokens{cached}; cancelled while they were read"
     return f"{result.prompt_tokens:,} tokens{cached}; {computed:,} read in {seconds:.2f} s{rate}"
-
-
-def _describe_partial_rounds(result: longdraft.Result) -> str:
-    rounds = f"{result.partial_rounds:,} of the forwards read a part of the cache"
-    return f"{rounds}; the {result.partial_tokens:,} tokens that they accepted were not verified on the full cache"
 
 
 def comparison_json(result: longdraft.Result, ar: longdraft.Result, difference: Difference | None) -> dict[str, Any]:

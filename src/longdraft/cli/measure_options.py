@@ -49,6 +49,13 @@ class PromptOptions(options.TemplateOptions):
     raw: Annotated[bool, typer.Option("--raw", help="Use prompts as plain text, without a chat template.")] = False
 
     @property
+    def settings_kwargs(self) -> dict[str, Any]:
+        """The arguments of a benchmark's Settings that these options set."""
+        names = ("max_tokens", "seed", "raw", "ignore_eos")
+        values = {name: value for name, value in vars(self).items() if name in names}
+        return {**values, "template_kwargs": self.chat_prompt_kwargs}
+
+    @property
     def sources(self) -> list[str]:
         """Names of the data sets and files of --data, or of the built-in data set."""
         return self.data or [tasks.BUILT_IN]

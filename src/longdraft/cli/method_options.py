@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -105,10 +105,6 @@ class DecodingOptions(OptionGroup):
             method, flags = their_method, their_options | flags
         return method, parse_options(method, pairs or (), flags)
 
-    def with_threads(self, threads: int) -> DecodingOptions:
-        """Returns a copy that computes with ``threads`` CPU threads, unless --threads is set."""
-        return replace(self, model_options=replace(self.model_options, threads=self.model_options.threads or threads))
-
 
 def parse_options(method: str | None, pairs: Iterable[str], flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Parses options: ``["branches=2"]`` -> ``{"branches": 2}``. Values are numbers, true, false, or text.
@@ -157,7 +153,9 @@ def catalogue() -> tuple[Mapping[str, Mapping[str, Option]], tuple[str, ...]]:
 
         return {name: method.options for name, method in METHODS.items()}, DEFAULT_METHODS
     content = _read_catalogue()
-    all_options = [_make_option(entry) for entry in content["options"]]
+    # The catalogue has names of types instead of types.
+    types = [{name: _TYPES[entry[name]] for name in ("kind", "items") if name in entry} for entry in content["options"]]
+    all_options = [Option(**entry | kinds) for entry, kinds in zip(content["options"], types, strict=True)]
     methods = {name: [all_options[i] for i in indices] for name, indices in content["methods"].items()}
     options_by_method = {name: {option.name: option for option in chosen} for name, chosen in methods.items()}
     return options_by_method, tuple(content["defaults"])
@@ -182,12 +180,6 @@ def train_commands() -> dict[str, str]:
 def _read_catalogue() -> dict[str, Any]:
     content: dict[str, Any] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
     return content
-
-
-def _make_option(entry: Mapping[str, Any]) -> Option:
-    """Makes an option from an entry of the catalogue, which has names of types instead of types."""
-    types: dict[str, Any] = {name: _TYPES[entry[name]] for name in ("kind", "items") if name in entry}
-    return Option(**{**entry, **types})
 
 
 def parse_contenders(contenders: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,6 @@ class ProgressBar:
     Args:
         unit: what is counted, in the plural.
         total: the count at the end; None: unknown.
-        silent: print nothing.
     """
 
     def __init__(self, unit: str = "", total: int | None = None, silent: bool = False) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longdraft.cli import console
-from longdraft.errors import PromptError, reason_of
+from longdraft.errors import PromptError, needs_extra, reason_of
 from longdraft.files import file_errors, require_regular
 
 STDIN = "-"
@@ -114,13 +114,9 @@ def _read_stdin() -> str:
 
 
 def _decode_pdf(data: bytes, name: str) -> str:
-    """Returns the text of a PDF's pages, separated by blank lines. Raises PromptError without pypdf or text."""
-    try:
+    """Returns the text of a PDF's pages, separated by blank lines. Raises PromptError if there is none."""
+    with needs_extra("pdf", f"{name} is a PDF: convert it with `pdftotext FILE.pdf`, or install pypdf"):
         from pypdf import PdfReader
-    except ImportError:
-        raise PromptError(
-            f'{name} is a PDF: pip install "longdraft[pdf]" to read it, or convert it with `pdftotext FILE.pdf`.'
-        ) from None
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # hides warnings about odd but readable files
     try:
         reader = PdfReader(io.BytesIO(data))

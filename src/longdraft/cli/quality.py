@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -73,8 +73,8 @@ def quality(
             prompt_options.ignore_eos, tuple(method_options.split_commas(kv_dtype or "")), method_args, temperature,
             answer_tokens,
         )  # fmt: skip
-        kwargs: dict[str, Any] = {"raw": prompt_options.raw, "template_kwargs": prompt_options.chat_prompt_kwargs}
-        prompt_settings = Settings(max_tokens=settings.new_tokens, contexts=(context,), **kwargs)
+        prompt_settings = Settings(contexts=(context,), **prompt_options.settings_kwargs)
+        prompt_settings = replace(prompt_settings, max_tokens=settings.new_tokens)
     output.check_writable()
     samples = [with_thinking(sample) if answer_tokens else sample for sample in prompt_options.read()]
     rouge_l()  # raises at once if the package rouge-score is missing

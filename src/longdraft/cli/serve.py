@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 import longdraft
 from longdraft.cli import console, method_options, options
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import RequestError, needs_extra
 
 if TYPE_CHECKING:
     from longdraft.model.load.checkpoints import Progress
@@ -20,30 +21,25 @@ if TYPE_CHECKING:
     from longdraft.serve.settings import ServerSettings
 
 
-@dataclass(frozen=True)
-class ServiceFactory:
+def _make_service(
+    decoding: method_options.DecodingOptions, first_method_options: dict[str, Any], num_services: int,
+    settings: ServerSettings, progress: Progress = lambda message: None,
+) -> Service:  # fmt: skip
     """Makes a service from options, in this process or in a replica.
 
-    Attributes:
-        decoding: options of the model and of decoding.
+    Args:
         first_method_options: options of the first method; further methods have none.
         num_services: number of services that share the memory of this machine, or of the device.
     """
+    from longdraft.serve.service import make_service
 
-    decoding: method_options.DecodingOptions
-    first_method_options: dict[str, Any]
-    num_services: int = 1
+    loaded, kwargs = decoding.model_options.load(progress), decoding.speculator_kwargs
+    return make_service(loaded, settings, kwargs, first_method_options, num_services, progress, console.note)
 
-    def make_service(self, settings: ServerSettings, progress: Progress) -> Service:
-        from longdraft.serve.service import make_service
 
-        loaded, kwargs = self.decoding.model_options.load(progress), self.decoding.speculator_kwargs
-        first_options, num_services = self.first_method_options, self.num_services
-        return make_service(loaded, settings, kwargs, first_options, num_services, progress, console.note)
-
-    def make_replica_service(self, settings: ServerSettings) -> Service:
-        options.run_user_files(self.decoding.user_files)  # a replica is a new process
-        return self.make_service(settings, lambda _: None)
+def _make_replica(decoding: method_options.DecodingOptions, *args: Any) -> Service:
+    options.run_user_files(decoding.user_files)  # a replica is a new process
+    return _make_service(decoding, *args)
 
 
 def serve(
@@ -106,7 +102,9 @@ def serve(
     snapshot_gib: Annotated[float, typer.Option(min=0.01, help="Size limit of --snapshots, in GiB.")] = 4.0,
     name: Annotated[str | None, typer.Option(help="Name of the model for clients.", show_default="its own")] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Serve with replicas on Ray, here or on a cluster.")] = False,
-    replicas: Annotated[str, typer.Option(help="With --ray: number of replicas.")] = "1",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="With --ray: number of replicas; --ray-config may scale them instead.")
+    ] = 1,
     ray_config: Annotated[
         Path | None, typer.Option(help="With --ray: YAML file of further deployment options.", show_default="none")
     ] = None,
@@ -114,18 +112,14 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve the model over HTTP: OpenAI's API (chat, completions, responses), Anthropic's API, and a chat page."""
-    methods = tuple(word.strip() for word in method.split(",")) if method else ()
+    methods = tuple(method_options.split_commas(method or ""))
     first_method, first_method_options = decoding.resolve(methods[0] if methods else None, option)
     methods = methods or (() if first_method is None else (first_method,))
     if not ray:  # with Ray, the replicas load the model
         decoding.model_options.preload()
-    try:
+    with needs_extra("serve", "The server needs FastAPI, uvicorn and other packages"):
         from longdraft.serve.server import Server
         from longdraft.serve.settings import LOCAL_HOSTS, ServerSettings, normalize_origins, read_api_keys
-    except ImportError as error:
-        raise CapabilityError(
-            f'The server needs FastAPI, uvicorn and other packages: pip install "longdraft[serve]" ({error}).'
-        ) from error
 
     with options.settings_checked():
         keys = {} if api_key_file is None else read_api_keys(api_key_file)
@@ -138,14 +132,13 @@ def serve(
             origins=normalize_origins(allow_origin or ()), earlier=earlier, snapshots=snapshots,
             snapshot_bytes=int(snapshot_gib * 2**30), prefix_cache_bytes=int(prefix_gib * 2**30),
         )  # fmt: skip
-    factory = ServiceFactory(decoding, first_method_options)
     if ray:
-        _on_ray(factory, settings, replicas, ray_config, host, port)
+        _on_ray(decoding, first_method_options, settings, replicas, ray_config, host, port)
         return
-    if replicas != "1" or ray_config is not None:
+    if replicas != 1 or ray_config is not None:
         raise RequestError("--replicas and --ray-config need --ray: add it.")
     with console.status() as status:
-        service = factory.make_service(settings, status)
+        service = _make_service(decoding, first_method_options, 1, settings, status)
     server = Server(service, host, port, access_log=debug)
     label = f"{settings.name} with {service.settings.methods[0]}"
     server.run_with_engine(lambda port: _note_address(label, host, port))
@@ -153,30 +146,31 @@ def serve(
 
 
 def _on_ray(
-    factory: ServiceFactory, settings: ServerSettings, replicas: str, config_file: Path | None, host: str, port: int
-) -> None:
+    decoding: method_options.DecodingOptions, first_method_options: dict[str, Any], settings: ServerSettings,
+    num_replicas: int, config_file: Path | None, host: str, port: int,
+) -> None:  # fmt: skip
     """Serves with replicas on Ray until Ctrl-C."""
     from longdraft.serve import ray
 
-    if not replicas.isdigit() or not (num_replicas := int(replicas)):
-        raise RequestError("--replicas takes a number; for autoscaling, set autoscaling_config in --ray-config.")
-    model_options = factory.decoding.model_options
+    model_options = decoding.model_options
     cores = 1 if model_options.uses_gpu else max(1, (os.cpu_count() or 1) // num_replicas)  # CPU cores of a replica
     # Replicas share this machine's memory, unless Ray runs on a cluster.
     num_services = 1 if os.environ.get("RAY_ADDRESS") else num_replicas
-    factory = replace(factory, num_services=num_services, decoding=factory.decoding.with_threads(cores))
-    threads, gpus = factory.decoding.model_options.threads or 1, int(model_options.uses_gpu)
+    threads, gpus = model_options.threads or cores, int(model_options.uses_gpu)
+    decoding = replace(decoding, model_options=replace(model_options, threads=threads))
     deployment = ray.deployment_options(settings, num_replicas, threads, gpus, config_file, drain_timeout=300.0)
     with console.status() as status:
         status("Starting Ray and the replicas")
         if config_file is None:
             ray.check_resources(ray.connect(), num_replicas, threads, gpus)
 
+        make_replica = partial(_make_replica, decoding, first_method_options, num_services)
+
         def on_listening(port: int) -> None:
             status.close()
             _note_address(f"{settings.name}, on Ray", host, port)
 
-        ray.serve(factory.make_replica_service, settings, deployment, host, port, on_listening)
+        ray.serve(make_replica, settings, deployment, host, port, on_listening)
     console.note("All requests have ended.")
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from longdraft.cli import console, options
+from longdraft.bench.tables import new_table
+from longdraft.cli import console, options, processes
 from longdraft.cli.cancel import Cancel, interruptible
 from longdraft.cli.method_options import train_commands
 from longdraft.cli.progress import TrainingBar
-from longdraft.errors import CapabilityError, ConfigError
+from longdraft.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     from longdraft.drafts.kinds import Training
@@ -42,11 +39,9 @@ def _with_settings(title: str, get_config_class: Callable[[], type[Any]], base: 
             from longdraft.training.config import settings_table
 
             super().format_help(ctx, formatter)
-            table = Table(box=box.SIMPLE, pad_edge=False)
-            table.add_column("setting", style="bold cyan", no_wrap=True)
-            table.add_column("default", no_wrap=True)
+            table = new_table(["setting", "default"])
             table.add_column("values")
-            table.add_column("meaning", ratio=1)
+            table.add_column("meaning")
             for row in settings_table(get_config_class()):
                 table.add_row(*map(Text, row))
             out = console.stdout()
@@ -94,9 +89,8 @@ def presets(
     if name is not None:
         console.print_line(preset_path(name).read_text(encoding="utf-8").rstrip())
         return
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("preset", no_wrap=True)
-    table.add_column("", ratio=1)
+    table = new_table(["preset"])
+    table.add_column()
     for preset, path in preset_paths().items():
         table.add_row(preset, Text(path.read_text(encoding="utf-8").splitlines()[0].removeprefix("#").strip()))
     console.print_renderable(console.stdout(), table)
@@ -127,20 +121,12 @@ def _make_command(name: str, summary: str) -> Any:
         from longdraft.training.config import read_config
 
         training = _get_training(name)
-        # Under torchrun or accelerate launch, only the main process prints errors and progress.
-        is_main = int(os.environ.get("RANK", "0")) == 0
-        try:
-            run_config: RunConfig = read_config(config, settings or [], training.load_settings())
-            if not dry_run:
-                _check_paths(run_config)
-        except ConfigError:
-            if is_main:
-                raise
-            raise typer.Exit(2) from None  # as main.BAD_SETTING
+        run_config: RunConfig = read_config(config, settings or [], training.load_settings())
         if dry_run:
             output.print_json(_show_estimate(name, run_config, gpu, gpus, tokens))
         else:
-            _train(run_config, training, output, is_main, ctx.obj)
+            _check_paths(run_config)
+            _train(run_config, training, output, ctx.obj)
 
     title = "every setting, with its default and the values it takes (key=value, or YAML)"
     app = typer.Typer(
@@ -171,15 +157,15 @@ def _check_paths(settings: RunConfig) -> None:
 
 
 def _train(
-    settings: RunConfig, training: Training, output: options.OutputOptions, is_main: bool, user_files: list[Path] | None
+    settings: RunConfig, training: Training, output: options.OutputOptions, user_files: list[Path] | None
 ) -> None:
     """Trains a draft, shows the steps, and prints where the draft is. ``user_files``: the files of --load."""
-    if find_spec("accelerate") is None:
-        raise CapabilityError('Training needs the package accelerate: pip install "longdraft[train]".')
+    is_main = processes.is_main_process()  # under torchrun or accelerate launch, only the main process prints progress
     with TrainingBar(silent=not is_main) as display:
         # Slow imports come after the check of settings.
         display.print_line("Loading torch and accelerate")
-        run = training.load_run()
+        with needs_extra("train", "Training needs the package accelerate"):
+            run = training.load_run()
         report = None
         with Cancel(sigterm=True) as cancel:
             for report in run(settings, display.print_line, cancel):
@@ -209,9 +195,7 @@ def _show_estimate(command: str, run_config: RunConfig, gpu: str, gpus: int, tok
 
     estimated = estimate(command, run_config, gpu, gpus, tokens)
     speed, gpu_bytes = GPUS[gpu]
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("memory of a GPU")
-    table.add_column("", justify="right")
+    table = new_table(["memory of a GPU"], [""])
     for part, num_bytes in estimated["memory_bytes"].items():
         table.add_row(part, format_bytes(num_bytes))
     fits = "fits" if estimated["fits"] else "does not fit"

@@ -14,6 +14,7 @@ from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import ThroughputBar
 from longdraft.errors import CheckpointError
+from longdraft.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,8 +74,8 @@ def data(
     answer_temperatures = method_options.parse_floats("--temperatures", temperatures)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, such as 200,1500, not {passage_tokens!r}.")
-    if not answer_temperatures or min(answer_temperatures) < 0:
-        raise options.SettingError("--temperatures takes numbers of at least 0, separated by commas.")
+    with options.settings_checked():
+        Option("--temperatures", tuple, ..., items=float, least=0).check(answer_temperatures)
     from longdraft.training.config import parse_template_kwargs
 
     template = parse_template_kwargs(chat_template or [])
@@ -99,7 +100,7 @@ def data(
 
     skipped = documents.SkipCounts()
     if url is None:
-        num_rows, usage = _encode(files, out, target, rows, skipped, template), {}
+        (num_rows, cancel), usage = _encode(files, out, target, rows, skipped, template), {}
     else:
         from longdraft.training import answers
 
@@ -114,9 +115,11 @@ def data(
                 progress=lambda: bar.update(file.num_answers, file.new_tokens),
             )  # fmt: skip
         num_rows, usage = file.num_answers, _show_usage(file, bar.seconds)
-        _exit_if_cancelled(cancel, skipped)
     if skipped:
         console.note(f"Left out: {skipped}.")
+    if cancel():
+        console.note("Stopped. The same command continues from there.")
+        raise typer.Exit(cancel.exit_code)
     console.note(f"{out}: {num_rows:,} rows. Train on them: longdraft train longspec --config FILE data={out}")
     output.print_json({"out": str(out), "rows": num_rows, "left_out": dict(skipped)} | usage)
 
@@ -158,17 +161,15 @@ def _show_examples(files: list[Path], target: str | None, count: int, template: 
 
 def _encode(
     files: list[Path], out: Path, target: str | None, rows: int | None, skipped: SkipCounts, template: dict[str, Any]
-) -> int:
-    """Encodes the rows and writes shards. Returns the number of documents that were added."""
+) -> tuple[int, Cancel]:
+    """Encodes the rows and writes shards. Returns the number of documents that were added, and whether it was ended."""
     from longdraft.training import dataset
 
     num_done = dataset.num_examples_done(out)
     encoded, tokenizer = _encode_documents(files, target, skipped, template, num_done)
     remaining = islice(encoded, None if rows is None else max(0, rows - num_done))
     with Cancel(sigterm=True) as cancel, ThroughputBar("Encoding", "rows") as bar:
-        added = dataset.write_shards(out, remaining, tokenizer, bar.update, cancel)
-    _exit_if_cancelled(cancel, skipped)
-    return added
+        return dataset.write_shards(out, remaining, tokenizer, bar.update, cancel), cancel
 
 
 def _read_texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]:
@@ -183,16 +184,6 @@ def _read_texts(files: list[Path], skipped: SkipCounts) -> list[tuple[str, str]]
             elif example is not None:
                 skipped["without text"] += 1
     return texts
-
-
-def _exit_if_cancelled(cancel: Cancel, skipped: SkipCounts) -> None:
-    """Notes what was left out and ends the command, if Ctrl-C was pressed."""
-    if not cancel():
-        return
-    if skipped:
-        console.note(f"Left out: {skipped}.")
-    console.note("Stopped. The same command continues from there.")
-    raise typer.Exit(cancel.exit_code)
 
 
 def _show_usage(file: AnswerFile, seconds: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from longdraft.serve.errors import ApiError
 from longdraft.serve.openai import sse_event
 from longdraft.serve.protocol import ApiModel, ChatCompletionRequest, GenerationRequest, validate
 from longdraft.serve.service import Service
-from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_chat_completion
+from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_chat_completion, render_chat_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -198,25 +198,29 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1)]
 
 
-class MessagesAdapter:
+class MessagesResponse(AdaptedResponse):
     """Builds one message: reasoning, text and tool calls become content blocks, in the order in which they come."""
 
-    keep_alive_event = sse_event({"type": "ping"}, "ping")
-
-    def __init__(self, pending: PendingResponse) -> None:
-        self._pending, self._arguments, self._has_calls = pending, "", False
+    def __init__(self, chat: PendingResponse) -> None:
+        super().__init__(chat.service, chat.choices, chat.builders)
+        self._arguments, self._has_calls = "", False
         self._blocks: list[dict[str, Any]] = []  # the last one is in progress
-        self.full_response: dict[str, Any] = {
+        self.response = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant",
-            "model": pending.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
-            "usage": _usage(len(pending.choices[0].request.prompt), 0, 0),
+            "model": self.service.settings.name, "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": _usage(len(self.choices[0].request.prompt), 0, 0),
         }  # fmt: skip
 
+    def keep_alive_event(self) -> str:
+        return _event("ping")
+
+    def error_event(self, error: ApiError) -> str:
+        return sse_event(error.anthropic_body(), "error")
+
     def begin(self) -> Iterator[str]:
-        yield _event("message_start", message=self.full_response)
+        yield _event("message_start", message=self.response)
 
     def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the events for one entry of a chunk's ``choices``."""
         delta, self._has_calls = chunk_choice["delta"], chunk_choice["finish_reason"] == "tool_calls"
         for block_type, key in (("thinking", "reasoning_content"), ("text", "content")):
             if text := delta.get(key):
@@ -235,11 +239,10 @@ class MessagesAdapter:
                 yield self._block_delta("input_json_delta", "partial_json", function["arguments"])
 
     def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the last events."""
         if not self._blocks:
             yield from self._begin_block({"type": "text", "text": ""})
         yield from self._end_block()
-        stop = None if truncated or self._has_calls else self._pending.matched_stop()
+        stop = None if truncated or self._has_calls else self.matched_stop()
         reason = "max_tokens" if truncated else "stop_sequence" if stop else "end_turn"
         stop_fields = {"stop_reason": "tool_use" if self._has_calls else reason, "stop_sequence": stop}
         cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
@@ -247,7 +250,7 @@ class MessagesAdapter:
         message_usage = _usage(usage["prompt_tokens"], cached_tokens, usage["completion_tokens"]) | {
             "output_tokens_details": {"thinking_tokens": reasoning_tokens}, "speculation": usage["speculation"],
         }  # fmt: skip
-        self.full_response |= {"content": self._blocks, **stop_fields, "usage": message_usage}
+        self.response |= {"content": self._blocks, **stop_fields, "usage": message_usage}
         yield _event("message_delta", delta=stop_fields, usage=message_usage)
         yield _event("message_stop")
 
@@ -258,7 +261,7 @@ class MessagesAdapter:
         self._arguments = ""
         yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
         if len(self._blocks) == 1:  # Anthropic's streams have a ping after the first content_block_start
-            yield self.keep_alive_event
+            yield self.keep_alive_event()
 
     def _end_block(self) -> Iterator[str]:
         block = self._blocks[-1]
@@ -274,15 +277,17 @@ class MessagesAdapter:
     def _block_delta(self, delta_type: str, field: str, text: str) -> str:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": delta_type, field: text})
 
-    def error_event(self, error: ApiError) -> str:
-        """Returns the last event of a message that ends with an error."""
-        return sse_event(error.anthropic_body(), "error")
 
-
-def create_message(service: Service, body: MessagesRequest, tenant: str | None = None) -> AdaptedResponse:
+def create_message(service: Service, body: MessagesRequest, tenant: str | None = None) -> MessagesResponse:
     """Makes the pending response of ``/v1/messages``. Raises as :func:`create_chat_completion`."""
-    chat = create_chat_completion(service, body.as_chat(), tenant)
-    return AdaptedResponse(service, chat.choices, chat.builders, adapter=MessagesAdapter(chat))
+    return MessagesResponse(create_chat_completion(service, body.as_chat(), tenant))
+
+
+def count_tokens(service: Service, body: CountTokensRequest, tenant: str | None = None) -> dict[str, Any]:
+    """Returns the response of ``/v1/messages/count_tokens``."""
+    service.check_model(body.model)
+    chat = body.as_chat()
+    return {"input_tokens": len(render_chat_prompt(service, chat, chat.tools)[0])}
 
 
 def _event(name: str, **content: Any) -> str:

@@ -14,7 +14,7 @@ from longdraft.engine.request import Request
 from longdraft.engine.sequence import FinishReason
 from longdraft.engine.stats import Result, Step
 from longdraft.engine.streaming import Detokenizer
-from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, PromptLogprobRecorder
+from longdraft.serve.processors import LogprobRecorder, ProcessorFactories, PromptLogprobRecorder, TokenLogprob
 from longdraft.serve.worker import RequestState, Restarted, Update
 from longdraft.trees.tree import TokenTree
 
@@ -25,15 +25,12 @@ FINISH_REASONS: dict[str | None, str] = {"eos": "stop", "stop": "stop", "length"
 
 @dataclass
 class SpecDecodingStats:
-    """Draft statistics with vLLM's definitions. ``num_drafts`` counts the verifications that had drafted tokens.
-
-    Attributes:
-        num_accepted_tokens_per_pos: {position in the draft, from 0: number of drafts whose token there was accepted}.
-    """
+    """Draft statistics with vLLM's definitions. ``num_drafts`` counts the verifications that had drafted tokens."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    # {position in the draft, from 0: number of drafts whose token there was accepted}
     num_accepted_tokens_per_pos: Counter[int] = field(default_factory=Counter)
     num_rounds: int = 0  # verifications with or without a draft
     num_emitted_tokens: int = 0  # by all verifications
@@ -90,34 +87,14 @@ class SpecDecodingStats:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """A token with its log-probability, which is None for the first token of a prompt.
-
-    Attributes:
-        top_logprobs: (token id, log-probability) of the most probable tokens at the token's position.
-    """
-
-    token_id: int
-    logprob: float | None
-    top_logprobs: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
 class Delta:
-    """The tokens and text that one step adds to a choice.
-
-    Attributes:
-        logprobs: the new tokens' log-probabilities; empty if the request asks for none.
-        trace: the response's field ``trace``; None if the request does not ask for it.
-        finish_reason: longdraft's finish reason, set on the last delta.
-        token_ids: the new tokens; their text may come with a later delta.
-    """
+    """The tokens and text that one step adds to a choice."""
 
     text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    trace: dict[str, Any] | None = None
-    finish_reason: FinishReason | None = None
-    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # the new tokens' log-probabilities; empty if the request asks for none
+    trace: dict[str, Any] | None = None  # the response's field ``trace``; None if the request does not ask for it
+    finish_reason: FinishReason | None = None  # longdraft's finish reason, set on the last delta
+    token_ids: tuple[int, ...] = ()  # the new tokens; their text may come with a later delta
 
 
 class Choice(RequestState):
@@ -176,11 +153,10 @@ class Choice(RequestState):
         if update.token_ids and not self.first_token_time:
             self.first_token_time = time.monotonic()
             if self._echo is not None:
-                yield Delta(self._echo, tuple(self._prompt_logprobs()))
+                yield Delta(self._echo, self._prompt_logprobs())
         self.spec_stats.observe(update)
         self._decoded_text += update.text
-        recorder = self._recorder
-        logprobs = [] if recorder is None else [TokenLogprob(token, *recorder.pop(token)) for token in update.token_ids]
+        logprobs = () if self._recorder is None else tuple(map(self._recorder.pop, update.token_ids))
         # A restarted request repeats tokens that have been reported.
         num_repeated = max(0, self.num_reported_tokens - self._num_decoded_tokens)
         self._num_decoded_tokens += len(update.token_ids)
@@ -190,7 +166,7 @@ class Choice(RequestState):
         token_ids = update.token_ids[num_repeated:]
         if new_text or token_ids or trace:
             self.text += new_text
-            yield Delta(new_text, tuple(logprobs[num_repeated:]), trace, token_ids=token_ids)
+            yield Delta(new_text, logprobs[num_repeated:], trace, token_ids=token_ids)
 
     def _reset(self) -> None:
         """Clears the decoded state, at the start or when a restarted request decodes its tokens again."""
@@ -201,12 +177,11 @@ class Choice(RequestState):
     def _prompt(self) -> list[int]:
         return cast("list[int]", self.request.prompt)
 
-    def _prompt_logprobs(self) -> Iterator[TokenLogprob]:
-        """Yields log-probabilities of the prompt's tokens, if the request asks for them."""
-        if isinstance(self._recorder, PromptLogprobRecorder):
-            yield TokenLogprob(self._prompt[0], None, [])
-            for token, logprobs in zip(self._prompt[1:], self._recorder.prompt_logprobs, strict=True):
-                yield TokenLogprob(token, *logprobs)
+    def _prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Returns log-probabilities of the prompt's tokens; none if the request does not ask for them."""
+        if not isinstance(self._recorder, PromptLogprobRecorder):
+            return ()
+        return TokenLogprob(self._prompt[0], None, []), *self._recorder.prompt_logprobs
 
     def _trace(self, step: Step) -> dict[str, Any]:
         """Returns the field ``trace``: progress of the prefill, or a round's drafted tree and each token's proposer."""

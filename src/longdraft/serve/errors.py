@@ -28,11 +28,9 @@ class ApiError(Exception):
     """An HTTP error response: status and OpenAI's error object.
 
     Args:
-        status: the HTTP status.
         error_type: ``type`` of OpenAI's error object.
         param: the request's field that is wrong; None if no single field is.
         code: ``code`` of OpenAI's error object, for programs.
-        headers: further headers of the response.
     """
 
     def __init__(
@@ -43,10 +41,6 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
-    def body_for(self, scope: Scope) -> dict[str, Any]:
-        """Returns the error object of the API that the request used."""
-        return self.anthropic_body() if is_anthropic_request(scope) else self.body
-
     def anthropic_body(self, message: str = "") -> dict[str, Any]:
         """Returns Anthropic's error object. ``message`` replaces the error's own message, unless it is empty."""
         error_type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
@@ -54,7 +48,9 @@ class ApiError(Exception):
         return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
     def response(self, scope: Scope, **headers: str) -> JSONResponse:
-        return JSONResponse(self.body_for(scope), self.status, self.headers | headers)
+        """Returns the response with the error object of the API that the request used."""
+        body = self.anthropic_body() if is_anthropic_request(scope) else self.body
+        return JSONResponse(body, self.status, self.headers | headers)
 
 
 class ContextOverflow(ApiError):

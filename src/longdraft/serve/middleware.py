@@ -31,8 +31,6 @@ class GuardMiddleware:
     """ASGI middleware that checks requests and passes valid ones to ``app``.
 
     Args:
-        app: the application that answers the checked requests.
-        settings: the allowed host names and origins, the API keys, and the limits of bodies.
         is_draining: if it returns True, connections are closed after their response. A client could otherwise keep the
             server from shutting down, with one request after another on a connection.
     """

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
-from longdraft.serve.choice import FINISH_REASONS, Choice, Delta, SpecDecodingStats, TokenLogprob
+from longdraft.serve.choice import FINISH_REASONS, Choice, Delta, SpecDecodingStats
+from longdraft.serve.processors import TokenLogprob
 from longdraft.serve.reasoning import ReasoningParser
 from longdraft.serve.tool_parser import ToolParser
 
@@ -38,14 +39,7 @@ class ResponseEnvelope:
 
 
 class ChoiceBuilder(ABC):
-    """Builds the JSON of one choice, complete or in chunks.
-
-    Args:
-        index: the choice's index in ``choices``.
-        token_to_piece: maps a token id to its text and bytes.
-        include_logprobs: report log-probabilities.
-        include_token_ids: report ``token_ids``.
-    """
+    """Builds the JSON of one choice, complete or in chunks. ``token_to_piece``: returns a token's text and bytes."""
 
     object_type: str  # "object" of the full response
     chunk_object_type: str  # "object" of a chunk
@@ -99,11 +93,10 @@ class ChatChoiceBuilder(ChoiceBuilder):
     object_type, chunk_object_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
-        self, index: int, token_to_piece: Callable[[int], tuple[str, bytes]], include_logprobs: bool,
-        include_token_ids: bool, tool_parser: ToolParser | None = None,
-        reasoning_parser: ReasoningParser | None = None, include_reasoning: bool = True,
+        self, *args: Any, tool_parser: ToolParser | None = None, reasoning_parser: ReasoningParser | None = None,
+        include_reasoning: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__(index, token_to_piece, include_logprobs, include_token_ids)
+        super().__init__(*args)
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
         self._include_reasoning, self.reasoning_tokens = include_reasoning, 0
         self._content, self._reasoning, self._role_sent = "", "", False

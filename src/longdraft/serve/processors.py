@@ -16,6 +16,16 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ProcessorFactories = Sequence[Callable[[], Processor]]
 
 
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token with its log-probability, which is None for the first token of a prompt."""
+
+    token_id: int
+    logprob: float | None
+    # (token id, log-probability) of the most probable tokens at the token's position
+    top_logprobs: list[tuple[int, float]]
+
+
 @dataclass
 class Penalties:
     """OpenAI's presence and frequency penalties, for tokens after the first ``prompt_len``, which are the prompt."""
@@ -32,15 +42,11 @@ class Penalties:
 
 @dataclass
 class LogprobRecorder:
-    """Records the model's log-probabilities. It must be the first processor: later ones change the distribution.
+    """Records the model's log-probabilities. It must be the first processor: later ones change the distribution."""
 
-    Attributes:
-        num_logprobs: how many of the most probable tokens to record at each position.
-        pending: positions that :meth:`pop` has not returned yet. An entry is (the top log-probabilities, their token
-            ids, the log-probabilities of all tokens (vocabulary,)).
-    """
-
-    num_logprobs: int
+    num_logprobs: int  # how many of the most probable tokens to record at each position
+    # positions that ``pop`` has not returned yet: (the top log-probabilities, their token ids, the log-probabilities of
+    # all tokens (vocabulary,))
     pending: deque[tuple[list[float], list[int], torch.Tensor]] = field(default_factory=deque)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -52,22 +58,19 @@ class LogprobRecorder:
         topk = logprobs.topk(max(1, self.num_logprobs))  # at least one; pop() cuts the list
         self.pending.append((topk.values.tolist(), topk.indices.tolist(), logprobs))
 
-    def pop(self, token: int) -> tuple[float, list[tuple[int, float]]]:
-        """Takes the oldest pending position. Returns (log-probability of ``token``, the top (id, log-probability))."""
+    def pop(self, token: int) -> TokenLogprob:
+        """Takes the oldest pending position, at which ``token`` was emitted."""
         topk_logprobs, topk_ids, logprobs = self.pending.popleft()
-        return float(logprobs[token]), list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
+        top = list(zip(topk_ids, topk_logprobs, strict=True))[: self.num_logprobs]
+        return TokenLogprob(token, float(logprobs[token]), top)
 
 
 @dataclass
 class PromptLogprobRecorder(LogprobRecorder):
-    """Also records log-probabilities of the prompt's tokens.
-
-    Attributes:
-        prompt_logprobs: for each token of the prompt but the first, what :meth:`pop` returns.
-    """
+    """Also records log-probabilities of the prompt's tokens."""
 
     prompt: Sequence[int] = ()
-    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, without the first
 
     def prompt_logits(self, start: int, logits: torch.Tensor) -> None:
         """Records logits (n, vocabulary) at n positions of the prompt, from ``start`` on. The engine calls it."""

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from math import isfinite
+from math import isinf
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from longdraft.serve.errors import ApiError
 
 # Limit of nested JSON: schemas and chat templates are processed by recursion.
 _MAX_DEPTH = 96
-# The escape of half a surrogate pair, which is no character without the other half.
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ApiModel(BaseModel):
@@ -28,10 +25,12 @@ class ApiModel(BaseModel):
 
     Attributes:
         unserved: {field that would change the answer: its neutral value}. None: any empty value is neutral.
+        prompt_field: the name of the field that has the prompt.
     """
 
     model_config = ConfigDict(extra="ignore", strict=False)
     unserved: ClassVar[dict[str, Any]] = {}
+    prompt_field: ClassVar[str] = "messages"
 
     @model_validator(mode="before")
     @classmethod
@@ -171,14 +170,9 @@ _UNSERVED: dict[str, Any] = dict.fromkeys(_UNSERVED_NAMES.split()) | {
 
 
 class GenerationRequest(ApiModel):
-    """The fields of all endpoints that generate text.
-
-    Attributes:
-        prompt_field: the name of the field that has the prompt.
-    """
+    """The fields of all endpoints that generate text."""
 
     unserved = _UNSERVED
-    prompt_field: ClassVar[str] = "messages"
 
     model: str = ""
     stream: bool = False
@@ -257,6 +251,8 @@ class CompletionRequest(SampledRequest):
 class TokenizeRequest(ChatTemplateFields):
     """The body of ``/tokenize``: a text (``prompt``) or a chat (``messages``)."""
 
+    prompt_field = "prompt"
+
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
@@ -273,14 +269,10 @@ def parse_body(model_class: type[T], body: bytes, content_type: str) -> T:
         raise ApiError(415, f"The body must be JSON, with the header Content-Type: application/json, not "
                        f"{content_type or 'none'!r}.", param="Content-Type")  # fmt: skip
     try:
-        text = body.decode()
-        values = json.loads(text, parse_constant=_finite, parse_float=_finite)
-        if _SURROGATE.search(text):  # the next line raises ValueError if half of a surrogate pair is missing
-            json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+        values = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
         raise ApiError(400, f"The body is not JSON in UTF-8: {error}.") from None
-    if _is_too_deep(values):
-        raise ApiError(400, f"The body has more than {_MAX_DEPTH} levels of nested objects and lists.")
+    _check_nesting(values)
     return validate(model_class, values)
 
 
@@ -300,18 +292,14 @@ def validate(model_class: type[T], values: Any) -> T:
         raise ApiError(400, f"{field or 'The body'} {problem}.", param=field or None) from None
 
 
-def _finite(number: str) -> float:
-    value = float(number)
-    if not isfinite(value):
-        raise ValueError(f"{number} is not finite")
-    return value
-
-
-def _is_too_deep(value: Any) -> bool:
+def _check_nesting(value: Any) -> None:
+    """Raises ApiError if there are too many levels of nested JSON, or an infinite number, such as 1e999."""
     values = [value]  # all values of one level
     for _ in range(_MAX_DEPTH):
+        if any(isinstance(x, float) and isinf(x) for x in values):
+            raise ApiError(400, "The body has a number that is not finite.")
         containers = [x for x in values if isinstance(x, dict | list)]
         values = [inner for x in containers for inner in (x.values() if isinstance(x, dict) else x)]
         if not values:
-            return False
-    return True
+            return
+    raise ApiError(400, f"The body has more than {_MAX_DEPTH} levels of nested objects and lists.")

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from longdraft.errors import CapabilityError, RequestError
+from longdraft.errors import CapabilityError, RequestError, needs_extra
 from longdraft.files import file_errors, require_regular
 from longdraft.serve.app import make_app
 from longdraft.serve.service import Service
@@ -36,10 +36,8 @@ def connect() -> Any:
     Raises:
         CapabilityError: Ray is not installed, or the cluster does not answer.
     """
-    try:
+    with needs_extra("ray", "This needs Ray"):
         import ray
-    except ImportError as error:
-        raise CapabilityError(f'This needs Ray: pip install "longdraft[ray]" ({error}).') from error
     if not ray.is_initialized():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
@@ -141,7 +139,6 @@ def serve(
 
     Args:
         make_service: makes a replica's service, in the replica's process.
-        options: see :func:`deployment_options`.
         on_listening: called with the port once all replicas are ready.
 
     Raises:
@@ -153,7 +150,9 @@ def serve(
     signalled = threading.Event()
     for sig in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handler of SIGTERM
         signal.signal(sig, lambda *_: signalled.set())
-    port = port or _free_port(host)
+    if not port:  # Ray needs the number of a free port
+        with socket.create_server((host, 0)) as probe:
+            port = probe.getsockname()[1]
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the command line reports the start
     try:
         replica = ray_serve.deployment(ray_serve.ingress()(Replica), name="replica", **options)
@@ -178,11 +177,3 @@ def serve(
             if not ray_serve.status().applications:  # the cluster serves no other application
                 ray_serve.shutdown()
         ray.shutdown()
-
-
-def _free_port(host: str) -> int:
-    """Returns a port that is not in use."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from longdraft.serve.errors import ApiError
+from longdraft.serve.errors import ApiError, ContextOverflow
 from longdraft.serve.openai import ResponseEnvelope, sse_event
 from longdraft.serve.responses_request import ResponsesRequest
+from longdraft.serve.service import Service
+from longdraft.serve.serving import AdaptedResponse, PendingResponse, create_chat_completion
 
 # Type of an item with text -> (type of the item's content part, further fields of the part, further fields of events).
 _TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -20,29 +23,20 @@ _ID_PREFIXES = {
 }  # fmt: skip
 
 
-class ResponsesAdapter:
-    """Builds one response: reasoning, text and tool calls become output items, in the order in which they come.
+class ResponsesResponse(AdaptedResponse):
+    """Builds one response: reasoning, text and tool calls become output items, in the order in which they come."""
 
-    Args:
-        envelope: the response's id, time and model.
-        store_items: called with the output items, if the request asks to store them.
-    """
-
-    keep_alive_event = ""  # the API has no keep-alive event
-
-    def __init__(
-        self, envelope: ResponseEnvelope, body: ResponsesRequest, store_items: Callable[[list[dict[str, Any]]], None]
-    ) -> None:
-        self._envelope, self._body, self._sequence_number, self._store_items = envelope, body, 0, store_items
+    def __init__(self, chat: PendingResponse, body: ResponsesRequest, tenant: str | None) -> None:
+        super().__init__(chat.service, chat.choices, chat.builders)
+        self._head, self._body, self._tenant = ResponseEnvelope("resp", chat.service.settings.name), body, tenant
         self._items: list[dict[str, Any]] = []
-        self.full_response: dict[str, Any] = {}
+        self._sequence_number = 0
 
     def begin(self) -> Iterator[str]:
-        yield self._event("response.created", response=self.response_object("in_progress"))
-        yield self._event("response.in_progress", response=self.response_object("in_progress"))
+        yield self._event("response.created", response=self._response_object("in_progress"))
+        yield self._event("response.in_progress", response=self._response_object("in_progress"))
 
     def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the events for an entry of ``choices`` in a chat completion's chunk."""
         message_delta = chunk_choice["delta"]
         for item_type, key in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := message_delta.get(key):
@@ -71,19 +65,17 @@ class ResponsesAdapter:
                 yield self._event("response.function_call_arguments.delta", **self._position(), delta=arguments)
 
     def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the last events."""
         if not self._items:
             yield from self._begin_item("message")
         status = "incomplete" if truncated else "completed"
         yield from self._end_item(status)
-        self.full_response = self.response_object(status, usage)
+        self.response = self._response_object(status, usage)
         if self._body.store:
-            self._store_items(self._items)
-        yield self._event(f"response.{status}", response=self.full_response)
+            self.service.response_store.put(self._tenant, self._items)
+        yield self._event(f"response.{status}", response=self.response)
 
     def error_event(self, error: ApiError) -> str:
-        """Returns the last event of a response that ends with an error."""
-        return self._event("response.failed", response=self.response_object("failed") | {"error": error.body["error"]})
+        return self._event("response.failed", response=self._response_object("failed") | {"error": error.body["error"]})
 
     def _current_item_type(self) -> str | None:
         """Returns the type of the item in progress; None if no item is in progress."""
@@ -133,9 +125,9 @@ class ResponsesAdapter:
         self._sequence_number += 1
         return sse_event({"type": name, "sequence_number": self._sequence_number - 1, **content}, name)
 
-    def response_object(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _response_object(self, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the response object. ``usage``: a chat completion's usage; None before the end."""
-        envelope, body = self._envelope, self._body
+        envelope, body = self._head, self._body
         token_counts = None if usage is None else {
             "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
             "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
@@ -153,3 +145,16 @@ class ResponsesAdapter:
             "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}, "usage": token_counts,
         }  # fmt: skip
+
+
+def create_response(service: Service, body: ResponsesRequest, tenant: str | None = None) -> ResponsesResponse:
+    """Makes the pending response of ``/v1/responses``. Raises as :func:`create_chat_completion`."""
+    try:
+        resolve = partial(service.response_store.resolve, tenant)
+        return ResponsesResponse(create_chat_completion(service, body.as_chat(resolve), tenant), body, tenant)
+    except ContextOverflow as error:
+        if not body.stream:
+            raise
+        response = ResponsesResponse(PendingResponse(service, [], []), body, tenant)
+        response.overflow = error
+        return response

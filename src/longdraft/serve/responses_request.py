@@ -127,6 +127,8 @@ def _drop_hosted_tool_items(items: Any) -> Any:
 class ResponsesRequest(SampledRequest):
     """The body of ``/v1/responses``."""
 
+    prompt_field = "input"
+
     input: Annotated[str | Annotated[list[ResponseItem], Field(min_length=1)], BeforeValidator(_drop_hosted_tool_items)]
     n: Annotated[int, Field(ge=1, le=1)] = 1  # this API has one answer
     instructions: str | None = None

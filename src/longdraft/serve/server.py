@@ -81,7 +81,6 @@ class Server(uvicorn.Server):
     Args:
         port: the port to listen on; 0: any free port.
         drain_timeout: seconds after which running requests fail.
-        access_log: log each request.
     """
 
     def __init__(

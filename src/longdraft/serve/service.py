@@ -145,7 +145,8 @@ class Service:
             factories.append(partial(SequenceBiasLogitsProcessor, {(t,): bias for t, bias in body.logit_bias.items()}))
         eos_ids: list[int] | None = [] if body.ignore_eos else None  # None: the model's own end tokens
         if eos_ids is None and (stop_token_ids or body.min_tokens):
-            eos_ids = self._eos_ids(stop_token_ids)
+            model_eos_ids = {*runner.eos_token_ids, *self.speculator(settings.methods[0]).texts.eos_token_ids}
+            eos_ids = sorted(model_eos_ids | {*stop_token_ids})
         if body.min_tokens and eos_ids:
             min_length_args = len(prompt), body.min_tokens, eos_ids, runner.device
             factories.append(partial(MinNewTokensLengthLogitsProcessor, *min_length_args))
@@ -170,11 +171,6 @@ class Service:
         requests = [replace(request, seed=(seed + i) % 2**63) for i in range(body.n)]
         choice_args = factories, num_logprobs, body.stream_options.include_trace, echo
         return [Choice(request, method, self.decode, *choice_args) for request in requests]
-
-    def _eos_ids(self, stop_token_ids: Sequence[int]) -> list[int]:
-        """Returns all tokens that end an answer: the model's own and ``stop_token_ids``."""
-        spec = self.speculator(self.settings.methods[0])
-        return sorted({*spec.runner().eos_token_ids, *spec.texts.eos_token_ids, *stop_token_ids})
 
     def model_object(self) -> dict[str, Any]:
         """Returns the model as ``/v1/models`` lists it."""

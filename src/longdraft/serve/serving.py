@@ -10,21 +10,32 @@ import copy
 import inspect
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from longdraft.engine.chat import encode, encode_conversation
 from longdraft.errors import CapabilityError
 from longdraft.serve import openai, structured, tools
 from longdraft.serve.choice import FINISH_REASONS, Choice, Delta
 from longdraft.serve.errors import ApiError, ContextOverflow
-from longdraft.serve.openai import ChatChoiceBuilder, ChoiceBuilder, CompletionChoiceBuilder, ResponseEnvelope
-from longdraft.serve.protocol import ChatCompletionRequest, ChatTemplateFields, CompletionRequest, TokenizeRequest
+from longdraft.serve.openai import (
+    DONE_EVENT,
+    ChatChoiceBuilder,
+    ChoiceBuilder,
+    CompletionChoiceBuilder,
+    ResponseEnvelope,
+    sse_event,
+)
+from longdraft.serve.protocol import (
+    ChatCompletionRequest,
+    ChatTemplateFields,
+    CompletionRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from longdraft.serve.reasoning import THINK_END, THINK_START, ReasoningParser
-from longdraft.serve.responses import ResponsesAdapter
-from longdraft.serve.responses_request import ResponsesRequest
 from longdraft.serve.service import Service
 from longdraft.serve.tool_parser import ToolParser
 from longdraft.serve.tool_types import as_functions
@@ -41,19 +52,20 @@ _FILE_SEPARATORS = ("<|file_separator|>", "<file_sep>")
 _MANY_LOGPROBS = 64
 
 
-@dataclass(frozen=True)
 class PendingResponse:
-    """A request's choices in progress, each with the builder of its JSON. Call :meth:`submit` first.
+    """A request's choices in progress. Call :meth:`submit` first, then :meth:`full_response` or :meth:`events`.
 
-    Attributes:
-        builders: the builder of each choice.
-        updates: (choice's index, update) from the worker.
+    Args:
+        builders: for each choice the builder of its JSON.
     """
 
-    service: Service
-    choices: list[Choice]
-    builders: Sequence[ChoiceBuilder]
-    updates: asyncio.Queue[tuple[int, Update]] = field(default_factory=asyncio.Queue)
+    def __init__(
+        self, service: Service, choices: list[Choice], builders: Sequence[ChoiceBuilder],
+        stream_options: StreamOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.service, self.choices, self.builders = service, choices, builders
+        self._stream_options = stream_options or StreamOptions()
+        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()  # (choice's index, update) from the worker
 
     def submit(self) -> None:
         """Hands all choices to the worker, or none. Call it in the event loop that reads the deltas.
@@ -64,7 +76,7 @@ class PendingResponse:
         loop = asyncio.get_running_loop()
 
         def on_update(i: int, update: Update) -> None:
-            loop.call_soon_threadsafe(self.updates.put_nowait, (i, update))
+            loop.call_soon_threadsafe(self._updates.put_nowait, (i, update))
 
         for i, choice in enumerate(self.choices):
             choice.listener = partial(on_update, i)
@@ -74,17 +86,51 @@ class PendingResponse:
     async def full_response(self) -> dict[str, Any]:
         """Waits for the end of all choices and returns OpenAI's response object. Raises as :meth:`deltas`."""
         async for i, delta in self.deltas():
-            await self.build_choice_entries(i, delta)
-        envelope, object_type = self.envelope(), self.builders[0].object_type
+            await self._build_choice_entries(i, delta)
+        envelope, object_type = self._envelope(), self.builders[0].object_type
         return await self.service.executor.run(
-            lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self.final_fields())
+            lambda: envelope.wrap(object_type, [b.full_choice() for b in self.builders], **self._final_fields())
         )
 
-    def envelope(self) -> ResponseEnvelope:
+    async def events(self) -> AsyncIterator[str]:
+        """Yields the server-sent events of the stream: OpenAI's chunks. Raises as :meth:`deltas`."""
+        options, builders, envelope = self._stream_options, self.builders, self._envelope()
+        object_type = builders[0].chunk_object_type
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        if options.include_trace:
+            trace = {"phase": "prefill", "read": 0, "of": len(self.choices[0].request.prompt)}
+            yield sse_event(envelope.wrap(object_type, [builders[0].empty_chunk()], trace=trace, **usage))
+        async for i, delta in self.deltas():
+            if delta is KEEP_ALIVE:
+                yield self.keep_alive_event()
+                continue
+            if options.include_usage and options.continuous_usage_stats:
+                usage = {"usage": openai.usage_so_far(self.choices)}
+            chunks = await self._build_choice_entries(i, delta)
+            if delta.trace is not None:
+                chunks = chunks or [builders[i].empty_chunk()]
+                yield sse_event(envelope.wrap(object_type, chunks, trace=delta.trace, **usage))
+                continue
+            for chunk in chunks:
+                yield sse_event(envelope.wrap(object_type, [chunk], **usage))
+        if options.include_usage:
+            yield sse_event(envelope.wrap(object_type, [], **await self.service.executor.run(self._final_fields)))
+        yield DONE_EVENT
+
+    def keep_alive_event(self) -> str:
+        """Returns an SSE comment, which clients ignore. It keeps proxies from closing an idle connection."""
+        num_read, num_tokens = self.choices[0].num_prefilled_tokens, len(self.choices[0].request.prompt)
+        return f": {num_read} of {num_tokens} tokens of the prompt have been read\n\n"
+
+    def error_event(self, error: ApiError) -> str:
+        """Returns the last event of a stream that ends with an error."""
+        return sse_event(error.body)
+
+    def _envelope(self) -> ResponseEnvelope:
         """Makes a new response id, with the other fields that all chunks share."""
         return ResponseEnvelope(self.builders[0].id_prefix, self.service.settings.name)
 
-    def final_fields(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         """Returns the last fields of the response object: usage, and for a single choice timings and metrics."""
         timings = openai.timings_and_metrics(self.choices[0]) if len(self.choices) == 1 else {}
         return {"usage": self.usage(), **timings}
@@ -107,7 +153,7 @@ class PendingResponse:
         # The stop string that comes first in the text. Of several that begin at one position, the shortest.
         return min((stop for stop in sorted(stop_strings, key=len) if stop in text), key=text.find, default=None)
 
-    async def build_choice_entries(self, i: int, delta: Delta) -> list[dict[str, Any]]:
+    async def _build_choice_entries(self, i: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the ``choices`` entry of each chunk for a delta of choice ``i``."""
         if len(delta.logprobs) < _MANY_LOGPROBS:
             return self.builders[i].build_choice_entries(delta)
@@ -124,7 +170,7 @@ class PendingResponse:
         """
         settings, worker = self.service.settings, self.service.worker
         deadline, num_running = time.monotonic() + settings.timeout, len(self.choices)
-        next_update = asyncio.ensure_future(self.updates.get())
+        next_update = asyncio.ensure_future(self._updates.get())
         try:
             while num_running:
                 seconds_left = deadline - time.monotonic()
@@ -140,7 +186,7 @@ class PendingResponse:
                     yield 0, KEEP_ALIVE
                     continue
                 i, update = next_update.result()
-                next_update = asyncio.ensure_future(self.updates.get())
+                next_update = asyncio.ensure_future(self._updates.get())
                 for delta in self.choices[i].process_update(update):
                     if delta.finish_reason is not None:
                         num_running -= 1
@@ -179,11 +225,13 @@ def create_chat_completion(service: Service, body: ChatCompletionRequest, tenant
         ChatChoiceBuilder(
             i, service.token_to_piece, body.logprobs, body.return_token_ids,
             # A named or required tool: nothing but calls. With a schema: calls or an answer.
-            ToolParser(names, tool_choice != "auto", schema is not None, tool_types) if allowed_tools else None,
-            ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None, body.include_reasoning,
+            tool_parser=ToolParser(names, tool_choice != "auto", schema is not None, tool_types)
+            if allowed_tools else None,
+            reasoning_parser=ReasoningParser(in_reasoning) if body.reasoning_format != "none" else None,
+            include_reasoning=body.include_reasoning,
         )
         for i in range(body.n)
-    ])  # fmt: skip
+    ], body.stream_options)  # fmt: skip
 
 
 def render_chat_prompt(
@@ -221,68 +269,51 @@ def _template_kwargs(service: Service, body: ChatTemplateFields) -> dict[str, An
     return kwargs | body.chat_template_kwargs
 
 
-class ApiAdapter(Protocol):
-    """Converts the chunks of a chat completion into the events and the response of another API.
+class AdaptedResponse(PendingResponse, ABC):
+    """The response of another API: a chat completion, whose chunks are converted to the API's events and response.
 
     Attributes:
-        keep_alive_event: the event to send when nothing else comes; "" to send an SSE comment instead.
-        full_response: the response object, complete once :meth:`finish` has run.
+        response: the response object, complete once :meth:`finish` has run.
+        overflow: raised in the stream, not before it: Codex looks for this error only there.
     """
 
-    keep_alive_event: str
-    full_response: dict[str, Any]
+    response: dict[str, Any]
+    overflow: ContextOverflow | None = None
 
-    def begin(self) -> Iterator[str]: ...  # the first events
-    def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]: ...  # events for an entry of a chunk's choices
-    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]: ...  # the last events
-    def error_event(self, error: ApiError) -> str: ...  # the last event after an error
+    @abstractmethod
+    def begin(self) -> Iterator[str]:
+        """Yields the first events."""
 
+    @abstractmethod
+    def push(self, chunk_choice: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the events for an entry of ``choices`` in a chat completion's chunk."""
 
-@dataclass(frozen=True)
-class AdaptedResponse(PendingResponse):
-    """The response of ``/v1/responses`` or ``/v1/messages``: a chat completion, converted by an adapter."""
-
-    adapter: ApiAdapter = field(kw_only=True)
-    overflow: ContextOverflow | None = None  # an event of the stream, not a status: Codex looks for it only there
+    @abstractmethod
+    def finish(self, truncated: bool, usage: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the last events."""
 
     async def full_response(self) -> dict[str, Any]:
         async for _ in self.events():
             pass
-        return self.adapter.full_response
+        return self.response
 
-    async def events(self) -> AsyncIterator[str | None]:
-        """Yields the API's events, and None after ``sse_ping_interval`` without one. Raises as :meth:`deltas`."""
-        for event in self.adapter.begin():
+    async def events(self) -> AsyncIterator[str]:
+        for event in self.begin():
             yield event
         if self.overflow is not None:
             raise self.overflow
         truncated = False
         async for _, delta in self.deltas():
             if delta is KEEP_ALIVE:
-                yield None
+                yield self.keep_alive_event()
                 continue
             truncated = FINISH_REASONS.get(delta.finish_reason) == "length"
-            for chunk_choice in await self.build_choice_entries(0, delta):
-                for event in self.adapter.push(chunk_choice):
+            for chunk_choice in await self._build_choice_entries(0, delta):
+                for event in self.push(chunk_choice):
                     yield event
         usage = await self.service.executor.run(self.usage)
-        for event in self.adapter.finish(truncated, usage):
+        for event in self.finish(truncated, usage):
             yield event
-
-
-def create_response(service: Service, body: ResponsesRequest, tenant: str | None = None) -> AdaptedResponse:
-    """Makes the pending response of ``/v1/responses``. Raises as :func:`create_chat_completion`."""
-    response_store = service.response_store
-    adapter = ResponsesAdapter(
-        ResponseEnvelope("resp", service.settings.name), body, partial(response_store.put, tenant)
-    )
-    try:
-        chat = create_chat_completion(service, body.as_chat(partial(response_store.resolve, tenant)), tenant)
-    except ContextOverflow as error:
-        if not body.stream:
-            raise
-        return AdaptedResponse(service, [], [], adapter=adapter, overflow=error)
-    return AdaptedResponse(service, chat.choices, chat.builders, adapter=adapter)
 
 
 def create_completion(service: Service, body: CompletionRequest, tenant: str | None = None) -> PendingResponse:
@@ -303,7 +334,8 @@ def create_completion(service: Service, body: CompletionRequest, tenant: str | N
             token_ids, body, body.max_tokens, tenant, body.logprobs, stop_token_ids=stop_token_ids, echo=echo
         )
     options = service.token_to_piece, body.logprobs is not None, body.return_token_ids
-    return PendingResponse(service, choices, [CompletionChoiceBuilder(i, *options) for i in range(len(choices))])
+    builders = [CompletionChoiceBuilder(i, *options) for i in range(len(choices))]
+    return PendingResponse(service, choices, builders, body.stream_options)
 
 
 def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tuple[list[int], list[int]]:
@@ -326,10 +358,13 @@ def _encode_prompt(service: Service, prompt: str | list[int], suffix: str) -> tu
     return token_ids, [vocab[token] for token in (*fim_tokens, *_FILE_SEPARATORS) if token in vocab]
 
 
-def tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    """Returns the token ids of a text or a chat, for ``/tokenize``."""
+def tokenize(service: Service, body: TokenizeRequest, tenant: str | None = None) -> dict[str, Any]:
+    """Returns the response of ``/tokenize``: the token ids of a text or a chat."""
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     if body.messages is not None:
-        return render_chat_prompt(service, body, as_functions(body.tools)[0])[0]
-    return list(service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)["input_ids"])
+        token_ids = render_chat_prompt(service, body, as_functions(body.tools)[0])[0]
+    else:
+        encoded = service.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens, verbose=False)
+        token_ids = list(encoded["input_ids"])
+    return {"count": len(token_ids), "max_model_len": service.settings.context, "tokens": token_ids}

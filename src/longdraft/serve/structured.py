@@ -155,9 +155,7 @@ class Constraint:
     """A request's logits processor that follows a grammar; implements :class:`~longdraft.engine.grammar.Grammar`.
 
     Args:
-        tokenizer: the model's tokenizer.
         grammar: a grammar in llguidance's format.
-        prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``. Text up to ``</think>`` is then unconstrained.
     """
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from longdraft.engine.chat import apply_chat_template
 from longdraft.errors import PromptError, RequestError
+from longdraft.options import listed
 from longdraft.serve import structured
 from longdraft.serve.reasoning import THINK_END, THINK_START
 from longdraft.serve.structured import Constraint, json_grammar, lark_grammar, lark_tag
@@ -55,13 +56,13 @@ def resolve_tool_choice(
         names = [_choice_name(x) for x in choices if isinstance(x, Mapping)] if isinstance(choices, list) else []
         allowed, tool_choice = [name for name in names if name in by_name], fields.get("mode", "auto")
         if not allowed:
-            raise RequestError(f"tool_choice allows {_join_names(names)}, but tools has {_join_names(by_name)}")
+            raise RequestError(f"tool_choice allows {listed(names)}, but tools has {listed(by_name)}")
     if isinstance(tool_choice, Mapping):
         name = _choice_name(tool_choice)
         if name in by_name:
             return name, [by_name[name]]
         if name not in ("none", "auto", "required"):
-            raise RequestError(f"tool_choice names {name!r}, but tools has {_join_names(by_name)}")
+            raise RequestError(f"tool_choice names {name!r}, but tools has {listed(by_name)}")
         tool_choice = name
     if tool_choice not in (None, "none", "auto", "required"):
         raise RequestError(f"tool_choice must be none, auto, required or a function, not {tool_choice!r}")
@@ -82,10 +83,6 @@ def _choice_name(choice: Mapping[str, Any]) -> str:
     return str(_choice_fields(choice).get("name") or get_tool_type(choice))
 
 
-def _join_names(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
-
-
 def tool_constraint(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], tool_choice: str, parallel: bool,
     prompt_len: int, in_reasoning: bool = False, answer_schema: Mapping[str, Any] | None = None,
@@ -93,10 +90,7 @@ def tool_constraint(
     """Makes the logits processor of an answer that may ("auto") or must call tools; None if nothing is constrained.
 
     Args:
-        tools: the tools that may be called.
         tool_choice: "auto", "required" or the name of the function to call.
-        parallel: several calls are allowed.
-        prompt_len: number of the prompt's tokens.
         in_reasoning: the prompt ends inside ``<think>``, where nothing is constrained.
         answer_schema: JSON schema of an answer without calls; None: any text.
     """
@@ -161,7 +155,6 @@ class _CallOrAnswerConstraint(Constraint):
         grammar: accepts calls or an answer.
         call_grammar: accepts calls alone.
         answer_grammar: accepts an answer alone.
-        names: names of the functions.
     """
 
     def __init__(

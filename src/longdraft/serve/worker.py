@@ -40,15 +40,12 @@ Update = Step | Restarted | Result | Exception
 
 @dataclass(eq=False)
 class RequestState:
-    """A request with its listener and times.
-
-    Attributes:
-        processor_factories: make logits processors, which have state, each time the request is started or restarted.
-    """
+    """A request with its listener and times."""
 
     request: Request
     method: str
     listener: Callable[[Update], None] = lambda update: None  # called in the engine thread; must return quickly
+    # make logits processors, which have state, each time the request is started or restarted
     processor_factories: ProcessorFactories = ()
     arrival_time: float = field(default_factory=time.monotonic)
     start_time: float = 0.0  # time.monotonic(); 0 before the start

@@ -18,7 +18,7 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from longdraft.errors import CapabilityError, LongdraftError, PromptError, reason_of
+from longdraft.errors import CapabilityError, LongdraftError, PromptError, needs_extra, reason_of
 from longdraft.json_lines import JsonLines
 
 # Parts of prompts by key. "openings": sentences before a passage. "free": prompts without a passage, with {} for a
@@ -61,7 +61,6 @@ def sample_prompts(
         passage_tokens: shortest and longest passage, with 4 characters counted as a token; lengths are log-uniform.
         per_passage: largest number of prompts about a passage.
         temperatures: temperatures of answers; the prompts of a passage take them in turn.
-        seed: random seed of passages and prompts.
     """
     if not any(text.strip() for text, _ in texts):
         raise PromptError("There is no text to ask about: give files whose rows have `text`.")
@@ -156,13 +155,10 @@ def generate_answers(
 
     Args:
         prompts: for each passage, the prompts about the passage.
-        file: the file that answers are appended to.
         url: the server's address, with or without ``/v1``.
-        api_key: the bearer token.
         model: the model's name at the server; None: the first model that the server lists.
         rows: total number of answers in the file, after which the run ends.
         batch: number of requests in flight.
-        max_new_tokens: largest number of tokens of an answer.
         template: ``chat_template_kwargs`` for the server, stored in the answers' rows too.
         progress: called after each answer.
         stop: called a few times a second; if it returns True, the run ends, and requests in flight are lost.
@@ -172,10 +168,8 @@ def generate_answers(
         PromptError: the server refuses many prompts in a row.
         CheckpointError: the file cannot be written.
     """
-    try:
+    with needs_extra("train", "--url needs the package openai"):
         from openai import APIError, AsyncOpenAI, BadRequestError, UnprocessableEntityError
-    except ImportError:
-        raise CapabilityError('--url needs the package openai: pip install "longdraft[train]".') from None
     address = url.rstrip("/").removesuffix("/v1") + "/v1"
     resume_hint = f"The answers in {file.path} are kept; the same command continues from there."
     unanswered = (  # (``at`` of the row, prompt)

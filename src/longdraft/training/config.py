@@ -7,15 +7,14 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import yaml
 
 from longdraft.errors import ConfigError, values_checked
-from longdraft.files import prefix_errors_with, require_regular
-from longdraft.options import Option, Options, declared, option, parse_number
+from longdraft.files import file_errors, prefix_errors_with, require_regular
+from longdraft.options import Option, Options, declared, option, parse_number, suggestion
 
 Config = TypeVar("Config")
 
@@ -215,9 +214,8 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
     with prefix_errors_with(path or ""):
         settings = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*settings})):
-            close = get_close_matches(unknown[0], settings, n=1)
-            advice = f"Did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"No setting {', '.join(unknown)}. {advice}Settings: {', '.join(sorted(settings))}.")
+            advice = suggestion(unknown[0], settings).capitalize()
+            raise ConfigError(f"No setting {', '.join(unknown)}. {advice} Settings: {', '.join(sorted(settings))}.")
         converted = {name: _convert(settings[name], value) for name, value in values.items()}
         make: Any = config_class  # Config is any type, whose arguments a type checker does not know
         config: Config = make(**converted, fields_set=tuple(values))
@@ -236,16 +234,13 @@ def preset_path(path: Path | str) -> Path:
     name = Path(path).as_posix().removeprefix("configs/").removesuffix(".yaml")  # configs/: the older place of presets
     if name in (all_presets := preset_paths()):
         return all_presets[name]
-    close = get_close_matches(name, all_presets, n=1)
-    advice = f"did you mean the preset {close[0]}?" if close else "check the path, or see `longdraft train presets`."
+    advice = suggestion(name, all_presets, "the preset ") or "check the path, or see `longdraft train presets`."
     raise ConfigError(f"There is no configuration {path}: {advice}")
 
 
 def _read_yaml(path: Path | str) -> dict[str, Any]:
-    try:
+    with file_errors(path, f"{path} cannot be read as YAML", error_type=ConfigError):
         values = yaml.safe_load(require_regular(Path(path)).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings: it takes lines of the form `key: value`.")
     return values

@@ -164,8 +164,6 @@ def split_dataset(
 
     Args:
         dataset: the documents, which are not cut.
-        skipped: counts the documents that are left out.
-        config: the run's settings.
         levels: number of drafted tokens (the largest shift). A document must have more tokens in the loss than this.
         max_target_length: longest input of the target, in tokens.
     """

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longdraft.engine.chat import encode
-from longdraft.errors import CapabilityError, PromptError
+from longdraft.errors import PromptError, needs_extra
 from longdraft.training.chats import chat_messages, encode_chat
 
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ def _read_rows(path: Path) -> Iterator[Any]:
 
 def _import_pyarrow(path: Path) -> Any:
     """Returns the package pyarrow. Raises CapabilityError, which names ``path``, if the package is missing."""
-    try:
+    with needs_extra("data", f"{path} needs the package pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError:
-        raise CapabilityError(f'{path} needs the package pyarrow: pip install "longdraft[data]".') from None
     return pyarrow

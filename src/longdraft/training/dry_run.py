@@ -82,8 +82,6 @@ def estimate(kind: str, config: Any, gpu: str = "h100", gpus: int = 1, tokens: f
 
     Args:
         kind: the training command, such as "eagle3".
-        config: the run's settings, a subclass of :class:`RunConfig`.
-        gpu: a key of :data:`GPUS`.
         gpus: number of GPUs, one for each process.
         tokens: number of the data's tokens that are in the loss; used if the data are not in shards. None: unknown.
 

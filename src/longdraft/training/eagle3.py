@@ -54,7 +54,6 @@ class Eagle3Trainer(DraftTrainer):
     """A training step of an EAGLE-3 block. The block's head is trained too.
 
     Args:
-        rotary: the draft's rotary embedding.
         draft_to_target: (W,) target ids of the draft's vocabulary; None: all.
         window: sliding window of the draft in tokens, the query included; None: all keys.
 

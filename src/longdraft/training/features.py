@@ -46,25 +46,18 @@ def anchor_offset_positions(length: int, offset: int) -> torch.Tensor:
 
 @dataclass
 class Features:
-    """The features of one document.
+    """The features of one document."""
 
-    Attributes:
-        token_ids: (L,) int64.
-        start: index of the first token that counts in the loss.
-        offset: the document's anchor-offset; 0: positions are 0, 1, 2, ...
-        tensors: the draft's inputs by name: ``keys`` (after RoPE) and ``values`` (L, Hkv, d) of the last layer,
-            or ``hidden`` (L, layers * hidden size), output states of some layers, or none. For distillation also
-            ``last`` (L, hidden size), the last layer's output before the final norm, unless ``hidden`` ends with it.
-        target_argmax: (L - start,) int64, the target's argmax for each of token_ids[start:]; None: not computed.
-        document_mask: :attr:`Document.loss_mask`; None: all tokens from ``start`` on count in the loss.
-    """
-
-    token_ids: torch.Tensor
-    start: int
-    offset: int
+    token_ids: torch.Tensor  # (L,) int64
+    start: int  # index of the first token that counts in the loss
+    offset: int  # the document's anchor-offset; 0: positions are 0, 1, 2, ...
+    # the draft's inputs by name: ``keys`` (after RoPE) and ``values`` (L, Hkv, d) of the last layer, or ``hidden`` (L,
+    # layers * hidden size), output states of some layers, or none. For distillation also ``last`` (L, hidden size), the
+    # last layer's output before the final norm, unless ``hidden`` ends with it
     tensors: dict[str, torch.Tensor]
+    # (L - start,) int64, the target's argmax for each of token_ids[start:]; None: not computed
     target_argmax: torch.Tensor | None
-    document_mask: list[bool] | None = None
+    document_mask: list[bool] | None = None  # ``Document.loss_mask``; None: all from ``start`` on count
 
     @property
     def loss_mask(self) -> torch.Tensor:
@@ -103,8 +96,6 @@ class FeatureReader:
     """Computes the features of documents, one document at a time.
 
     Args:
-        runner: runs the target.
-        dtype: dtype of the features.
         layers: decoder layers, from 0, whose output states the draft reads; (): the last layer's keys and values; None:
             token ids alone.
         with_last: add the last layer's output, for distillation.

@@ -98,7 +98,6 @@ class DraftTrainer(nn.Module):
     """Wraps a draft's module for training. The wrapper's forward computes the loss of a batch.
 
     Args:
-        block: the module to train.
         parts: the target's embedding, final norm and head, which are neither trained nor saved.
         draft_to_target: (W,) target ids of the draft's vocabulary; None: all.
         config: the run's settings; None: plain cross-entropy in float32.

@@ -41,30 +41,20 @@ SCALED_OPTIONS = ("budget", "chunks")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: a method with options.
+    """A line of a table: a method with options."""
 
-    Attributes:
-        name: the method's name in the paper's table.
-        method: a method of longdraft, or a peer of the bench.
-        options: the paper's options.
-        note: how longdraft's method differs from the paper's.
-        attention: an attention path to force, such as "sdpa"; "own": this machine's default path, forced too, as the
-            control of a forced one: neither fused layers nor CUDA graphs run; empty: the machine's fastest way.
-        prefill_attention: an attention path for prompts; empty: as ``attention``.
-        cache_tokens: in a column that varies ``chunk``, the size of the working cache, which stays fixed.
-        renamed: {an option of a column: the option of this line's method with the same meaning}.
-        draft_index: which of the user's drafts of the method's kind the line uses, in their order.
-    """
-
-    name: str
-    method: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
+    name: str  # the method's name in the paper's table
+    method: str  # a method of longdraft, or a peer of the bench
+    options: Mapping[str, Any] = field(default_factory=dict)  # the paper's options
+    note: str = ""  # how longdraft's method differs from the paper's
+    # An attention path to force, such as "sdpa". "own": this machine's default path, forced as the control of another:
+    # neither fused layers nor CUDA graphs run. Empty: the machine's fastest way.
     attention: str = ""
-    prefill_attention: str = ""
-    cache_tokens: int | None = None
+    prefill_attention: str = ""  # an attention path for prompts; empty: as ``attention``
+    cache_tokens: int | None = None  # in a column that varies ``chunk``, the size of the working cache, which is fixed
+    # {an option of a column: the option of this line's method with the same meaning}
     renamed: Mapping[str, str] = field(default_factory=dict)
-    draft_index: int = 0
+    draft_index: int = 0  # which of the user's drafts of the method's kind the line uses, in their order
 
     @property
     def attention_paths(self) -> tuple[str, str]:
@@ -74,40 +64,25 @@ class Line:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: a setting.
+    """A column of a table: a setting."""
 
-    Attributes:
-        name: the heading, unique in the table.
-        dataset: name of a data set of the bench.
-        tokens: length of the prompts; None: prompts are not cut.
-        batch: prompts decoded together.
-        options: further options, for each method that has them. A column of a sweep has one value of an option.
-        line_names: names of the lines with figures in this column; empty: all.
-    """
-
-    name: str
-    dataset: str
-    tokens: int | None = None
-    batch: int = 1
+    name: str  # the heading, unique in the table
+    dataset: str  # name of a data set of the bench
+    tokens: int | None = None  # length of the prompts; None: prompts are not cut
+    batch: int = 1  # prompts decoded together
+    # further options, for each method that has them. A column of a sweep has one value of an option
     options: Mapping[str, Any] = field(default_factory=dict)
-    line_names: tuple[str, ...] = ()
+    line_names: tuple[str, ...] = ()  # names of the lines with figures in this column; empty: all
 
 
 @dataclass(frozen=True)
 class SmallScale:
-    """Sizes of a table's small scale. They let the embedded model finish within a quarter of an hour on two cores.
+    """Sizes of a table's small scale. They let the embedded model finish within a quarter of an hour on two cores."""
 
-    Attributes:
-        size_divisor: divisor of prompt lengths, KV budgets and numbers of retrieved chunks.
-        context: prompt length (tokens) in columns without a length.
-        num_prompts: prompts of each column.
-        max_tokens: new tokens of each prompt, at most.
-    """
-
-    size_divisor: int = 1
-    context: int = 2048
-    num_prompts: int = 2
-    max_tokens: int = 48
+    size_divisor: int = 1  # divisor of prompt lengths, KV budgets and numbers of retrieved chunks
+    context: int = 2048  # prompt length (tokens) in columns without a length
+    num_prompts: int = 2  # prompts of each column
+    max_tokens: int = 48  # new tokens of each prompt, at most
 
 
 FigureKey = tuple[str, str, str, str]
@@ -116,49 +91,31 @@ FigureKey = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper.
+    """A table or figure of a paper."""
 
-    Attributes:
-        name: "1" for a table, "fig4" for a figure.
-        title, kind: the subject in a few words, and what measures the table.
-        hardware, models: hardware and models of the paper.
-        lines, columns: the rows and columns of the paper's table.
-        figures: keys of :data:`FIGURES`, in the order in which a cell of ``published.md`` has its numbers.
-        temperatures: the sampling temperatures to measure; the published numbers are those of the first one.
-        max_tokens: new tokens of each prompt, at most.
-        num_prompts: prompts of each column; None: all rows of the data set.
-        baseline: the line or method that speed-ups are relative to.
-        counts_bonus: the paper's accepted lengths include the bonus token.
-        length_average, rate_average: how the paper averages accepted lengths, and tokens/s (and so speed-ups).
-        answer_tokens: above 0, a text is a chain of thought, after which an answer of so many tokens is asked for.
-        offload: the KV cache lies in host memory.
-        includes_prefill: the paper's tokens/s and speed-ups include the prefill.
-        small_scale: sizes for a quick run.
-        remarks: remarks on the paper's figures.
-        paper: name of the paper, which the package ``papers`` sets.
-    """
-
-    name: str
-    title: str
+    name: str  # "1" for a table, "fig4" for a figure
+    title: str  # the subject in a few words
     kind: TableKind
-    hardware: str
+    hardware: str  # of the paper, as models
     models: str
     lines: tuple[Line, ...]
     columns: tuple[Column, ...]
-    figures: tuple[str, ...]
+    figures: tuple[str, ...]  # keys of ``FIGURES``, in the order in which a cell of ``published.md`` has its numbers
+    # the sampling temperatures to measure; the published numbers are those of the first one
     temperatures: tuple[float, ...] = (0.0,)
-    max_tokens: int = 256
-    num_prompts: int | None = None
-    baseline: str = "ar"
-    counts_bonus: bool = True
-    length_average: Average = "pooled"
-    rate_average: Average = "pooled"
+    max_tokens: int = 256  # new tokens of each prompt, at most
+    num_prompts: int | None = None  # prompts of each column; None: all rows of the data set
+    baseline: str = "ar"  # the line or method that speed-ups are relative to
+    counts_bonus: bool = True  # the paper's accepted lengths include the bonus token
+    length_average: Average = "pooled"  # how the paper averages accepted lengths
+    rate_average: Average = "pooled"  # how the paper averages tokens/s, and so speed-ups
+    # above 0, a text is a chain of thought, after which an answer of so many tokens is asked for
     answer_tokens: int = 0
-    offload: bool = False
-    includes_prefill: bool = False
-    small_scale: SmallScale = SmallScale()
-    remarks: tuple[str, ...] = ()
-    paper: str = ""
+    offload: bool = False  # the KV cache lies in host memory
+    includes_prefill: bool = False  # the paper's tokens/s and speed-ups include the prefill
+    small_scale: SmallScale = SmallScale()  # sizes for a quick run
+    remarks: tuple[str, ...] = ()  # remarks on the paper's figures
+    paper: str = ""  # name of the paper, which the package ``papers`` sets
 
     @property
     def heading(self) -> str:

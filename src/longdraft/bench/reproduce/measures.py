@@ -54,11 +54,6 @@ def plan_speed(
 ) -> TablePlan:  # fmt: skip
     """Plans a table of speed. A line is a contender of ``bench``; a column is a length of prompts and a batch size.
 
-    Args:
-        scaled: the table, at the scale to measure.
-        prompts, drafts: see :data:`Prompts` and :data:`Drafts`.
-        loaded, load_dequantized, progress: see :class:`~longdraft.bench.run.Bench`.
-
     Raises:
         CapabilityError: no line can run.
     """
@@ -125,7 +120,7 @@ def plan_speed(
             "round_ms": _round_ms([run for result in results for run in result.rounds.get(entry.name, ())]),
             "prefill_s": _prefill_seconds([r.cold[entry.name] for r in results if entry.name in r.cold]),
         }
-        (row,) = report.rows([entry.name], results)
+        (row,) = report.make_rows([entry.name], results)
         return {key: values.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
     entries = []

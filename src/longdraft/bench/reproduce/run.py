@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from longdraft.bench import machine
 from longdraft.bench.acceptance import format_temperature
 from longdraft.bench.experiment import UnitRecord
 from longdraft.bench.papers.table import FIGURES, Column, Paper, Table
@@ -20,7 +21,7 @@ from longdraft.bench.reproduce import measures
 from longdraft.bench.reproduce.scaled import ScaledTable, TablePlan, drafts_by_kind
 from longdraft.bench.reproduce.sources import SampleSources, column_prompts
 from longdraft.bench.results import unit_header
-from longdraft.bench.tables import Report, environment_info, format_cell, group_by, new_table
+from longdraft.bench.tables import Report, format_cell, group_by, new_table
 from longdraft.model.load.checkpoints import LoadedModel, Progress
 
 FORMAT = "longdraft-reproduce"
@@ -32,16 +33,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper's table with the plan of its measurement.
-
-    Attributes:
-        header: the header of the results file, which holds everything that the figures depend on.
-    """
+    """A paper's table with the plan of its measurement."""
 
     paper: Paper
     scaled_table: ScaledTable
     plan: TablePlan
-    header: Mapping[str, Any]
+    header: Mapping[str, Any]  # the header of the results file, which holds everything that the figures depend on
 
     def report(self, records: Sequence[UnitRecord], complete: bool) -> Report:
         """Makes the report of the records so far. ``complete``: True if no unit is missing."""
@@ -58,7 +55,7 @@ class Reproduction:
             "paper": self.paper.name, "reference": self.paper.reference, "table": table.name, "title": table.title,
             "scale": self.header["scale"], "model": model["name"], "figures": list(table.shown_figures), "rows": rows,
             "differs": differences, "remarks": list(table.remarks), "notes": list(self.plan.notes),
-            **environment_info(), "complete": complete,
+            **machine.environment(), "complete": complete,
         }  # fmt: skip
         name = f"{table.heading} of {self.paper.name}"
         remarks = [f"All rows: {'; '.join(differences)}.", *_remarks(rows), *table.remarks, *self.plan.notes]
@@ -74,13 +71,9 @@ def prepare(
     """Encodes the prompts of a table, and plans the measurement.
 
     Args:
-        scaled: the table, at the scale to measure.
         loaded, model: the target, and its name as the user wrote it.
-        sources: where the samples come from.
         drafts: draft folders and files; the package's drafts serve the other kinds. Lines use the first of a kind, or
             the one that their ``draft_index`` says.
-        load_dequantized: see :class:`~longdraft.bench.run.Bench`.
-        progress: called with a line of text before a step that takes long.
     """
     by_kind, table = drafts_by_kind(drafts), scaled.table
     prompts: dict[str, list[Prompt]] = {}

@@ -25,21 +25,14 @@ longdraft's definitions (keys: docs/figures.md)."""
 
 @dataclass(frozen=True)
 class ScaledTable:
-    """A table at a scale.
-
-    Attributes:
-        is_small: True: the small scale; False: the paper's scale.
-        max_tokens_override: replaces the scale's new tokens; None: no override.
-        num_prompts_override: replaces the scale's prompts of a column; None: no override.
-        plan: "fixed": draft trees as in the paper; "auto": a planner fits draft trees to this machine.
-        template_kwargs: ``system`` and arguments of the chat template, such as ``enable_thinking``.
-    """
+    """A table at a scale."""
 
     table: Table
-    is_small: bool
-    max_tokens_override: int | None = None
-    num_prompts_override: int | None = None
-    plan: str = "fixed"
+    is_small: bool  # True: the small scale; False: the paper's scale
+    max_tokens_override: int | None = None  # replaces the scale's new tokens; None: no override
+    num_prompts_override: int | None = None  # replaces the scale's prompts of a column; None: no override
+    plan: str = "fixed"  # "fixed": draft trees as in the paper; "auto": a planner fits draft trees to this machine
+    # ``system`` and arguments of the chat template, such as ``enable_thinking``
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -102,39 +95,26 @@ class ScaledTable:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A cell to measure: a line in a column, at a sampling temperature.
-
-    Attributes:
-        name: the contender or the view that is measured.
-        options: options of the line's method, without the draft.
-        unit_names: names of the units whose results give the figures of the cell.
-    """
+    """A cell to measure: a line in a column, at a sampling temperature."""
 
     line: Line
     column: Column
-    name: str
-    options: Mapping[str, Any]
-    unit_names: Sequence[str]
+    name: str  # the contender or the view that is measured
+    options: Mapping[str, Any]  # options of the line's method, without the draft
+    unit_names: Sequence[str]  # names of the units whose results give the figures of the cell
     temperature: float = 0.0
 
 
 @dataclass
 class TablePlan:
-    """The plan of a table's measurements, and of how its figures follow from the results.
+    """The plan of a table's measurements, and of how its figures follow from the results."""
 
-    Attributes:
-        units: the units to measure, by name.
-        entries: the cells of the table.
-        figures: computes the figures of an entry from the results of the entry's units.
-        notes: remarks on texts and methods.
-        differences: differences from the paper, by column.
-    """
-
-    units: Mapping[str, Unit]
-    entries: Sequence[TableEntry]
+    units: Mapping[str, Unit]  # the units to measure, by name
+    entries: Sequence[TableEntry]  # the cells of the table
+    # computes the figures of an entry from the results of the entry's units
     figures: Callable[[TableEntry, Sequence[UnitResult]], Figures]
-    notes: Sequence[str] = ()
-    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: Sequence[str] = ()  # remarks on texts and methods
+    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)  # differences from the paper, by column
 
     def rows(self, table: Table, results: Mapping[str, UnitResult]) -> list[dict[str, Any]]:
         """Makes the rows of the JSON object (docs/figures.md). ``results``: by the unit's name, the results so far."""

@@ -39,15 +39,10 @@ _ROWS_PER_PROMPT = 8
 
 @dataclass(frozen=True)
 class SampleSources:
-    """Says where the samples of a table come from.
+    """Says where the samples of a table come from."""
 
-    Attributes:
-        files: the user's files, by data set.
-        use_stand_ins: where a data set has no file, use modules of Python's library; False: the Hugging Face hub.
-    """
-
-    files: Mapping[str, str]
-    use_stand_ins: bool
+    files: Mapping[str, str]  # the user's files, by data set
+    use_stand_ins: bool  # where a data set has no file, use modules of Python's library; False: the Hugging Face hub
 
     def samples(self, dataset: str, num_prompts: int | None) -> list[Sample]:
         """Reads enough samples of a data set for ``num_prompts`` prompts, although some may be too short; None: all.
