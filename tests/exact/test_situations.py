@@ -1,4 +1,4 @@
-"""Situations in which a method could fail: ends of output, reused caches, KV on the host, long prompts, runs at once."""
+"""Situations in which a method could fail: ends of output, reused caches, KV on the host, long prompts, joins."""
 
 from __future__ import annotations
 
