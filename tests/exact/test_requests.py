@@ -252,20 +252,6 @@ def test_forms_of_a_prompt_and_of_settings():
     assert Speculator("specextend", every=4).options == {"refresh": 4}  # an option by another of its names
 
 
-def test_reprs_say_what_things_are():
-    model, tokenizer, cache = tiny_model(context=256), tiny_tokenizer(chat=True), PromptCache()
-    spec = Speculator("prompt-lookup", target=model, tokenizer=tokenizer)
-    assert repr(spec) == "Speculator('prompt-lookup', plan=fixed, target=LlamaForCausalLM)"
-    assert repr(Speculator(target=model)) == repr(spec)  # what was chosen
-    assert repr(Speculator("longspec", depth=3)) == "Speculator('longspec', plan=fixed, depth=3)"
-    run = spec.stream("one two", max_new_tokens=4, cache=cache)
-    assert repr(run) == "Generation(prompt-lookup, 1 requests, 0 ended)" and repr(cache) == "PromptCache(empty)"
-    (result,) = run.results()
-    assert repr(result).startswith(f"Result({result.text!r}, prompt-lookup, exact: {result.prompt_tokens} + 4 tokens")
-    assert repr(cache) == f"PromptCache({result.prompt_tokens + 3} tokens)"
-    assert "LlamaForCausalLM" in repr(longdraft.LoadedModel(model, tokenizer))
-
-
 def test_the_models_own_eos_is_the_default():
     model = tiny_model()
     free = Speculator("ar", target=model).generate([[4, 5]], max_new_tokens=20)[0].token_ids

@@ -10,8 +10,8 @@ import pytest
 
 from longdraft import LongdraftError, Request, Speculator
 from longdraft.batch.output import OutputFile
-from longdraft.batch.rows import Defaults, InputLine, Row, count_and_digest, read_lines
-from longdraft.batch.run import BatchEngine, RowResult, run
+from longdraft.batch.rows import Defaults, InputLine, Row
+from longdraft.batch.run import RowResult, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
@@ -83,18 +83,6 @@ def test_bad_rows_say_why(content, problem):
         request(content)
 
 
-def test_lines_skip_blanks_and_rows(tmp_path):
-    path = tmp_path / "in"
-    path.write_bytes(b"\n{}\n \n[]\r\n1")
-    assert [(line.row_index, line.line_number, line.content) for line in read_lines(path, 1)] == [
-        (1, 4, b"[]\r\n"),
-        (2, 5, b"1"),
-    ]
-    assert count_and_digest(path)[0] == 3
-    with pytest.raises(CheckpointError):
-        count_and_digest(tmp_path / "no")
-
-
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "out"
     with OutputFile(path, MADE) as file:
@@ -138,22 +126,3 @@ def test_rows_are_written_in_order_and_an_engine_that_fails_row_after_row_ends_t
             asyncio.run(run(iter(lines[15:]), file, decoder))
         assert (file.num_rows, file.num_errors) == (17, 2)  # none of the errors that ended it
     assert len(found(path)) == 17
-
-
-def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda: False) -> list[dict]:
-    """Decodes the prompts that the output lacks. Returns all rows of the output."""
-    source, path = folder / "in", folder / "out"
-    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
-    with OutputFile(path, MADE) as file:
-        decoder = BatchEngine(spec, Defaults(), slots=2)
-        decoder.run_with(lambda: run(read_lines(source, file.num_rows), file, decoder, cancelled=cancelled))
-    return found(path)
-
-
-def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
-    spec = Speculator("prompt-lookup", tiny_model(), TOKENIZER, plan="fixed")
-    prompts = ["why?", "who is who is who?", "what?", "", "a" * 600]
-    assert len(decode(spec, prompts, tmp_path, lambda: (tmp_path / "out").stat().st_size > 0)) < 5
-    rows = decode(spec, prompts, tmp_path)
-    assert [each["text"] for each in rows[:3]] == [spec.generate(p, max_new_tokens=8)[0].text for p in prompts[:3]]
-    assert "empty" in rows[3]["error"] and "context" in rows[4]["error"] and len(rows) == 5

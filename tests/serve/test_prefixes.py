@@ -144,23 +144,6 @@ def test_a_text_that_is_on_disk_short_or_being_decoded_is_not_written(tmp_path):
     assert not cache.save_next()
 
 
-def test_a_text_that_grows_is_one_file_and_is_written_when_a_quarter_is_new(tmp_path):
-    cache, written = DiskCache(tmp_path), []
-    for length in range(20, 180, 4):
-        cache.read(list(range(length)))
-        written += [length] if cache.save_next() else []
-        assert sizes(tmp_path) == written[-1:]
-    assert written == [20, 28, 40, 56, 76, 104, 140] and DiskCache(tmp_path).read(list(range(170))) == 140
-    # Questions about a document keep it and what they add.
-    document = [*range(200, 260)]
-    short, long = [*document, 7, *range(9)], [*document, 8, *range(30)]
-    for text in (document, short, long, [*document, 9, *range(31)]):
-        cache.read(text)
-        cache.save_next()
-    assert sizes(tmp_path) == [91, 92, 140]  # the document is in both; a sixth more is not worth a file
-    assert [DiskCache(tmp_path).read(text) for text in (document, short, long)] == [59, 60, 90]
-
-
 # --- limits ---
 
 

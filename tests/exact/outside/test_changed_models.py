@@ -254,17 +254,6 @@ def test_what_was_settled_for_a_model_is_settled_again(change: Change) -> None:
     assert drafted > accepted > 0
 
 
-def test_a_head_of_several_layers_is_refused_by_name() -> None:
-    m = model()
-    spec, before = lookups(m), m.lm_head
-    m.lm_head = nn.Sequential(nn.Linear(before.in_features, 8), nn.Linear(8, before.out_features))
-    for run in (lambda: own(m, custom_generate=spec), lambda: decoded(spec), lambda: Speculator("ar", target=m)):
-        with pytest.raises(UnsupportedModelError, match="Sequential"):
-            run()
-    m.lm_head = before
-    assert own(m, custom_generate=spec) == own(m)
-
-
 # --- functions ---
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import pickle
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -49,53 +51,67 @@ def own_mask(*args: Any, **kwargs: Any) -> Any:
     return sdpa_mask(*args, **kwargs)
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
+def registered(model: Any, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
     AttentionInterface.register("mine", own_sdpa)
     AttentionMaskInterface.register("mine", own_mask)
-    yield
     for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        known._global_mapping.pop("mine", None)
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_attention_function_of_ones_own_is_refused_by_name(family: Any) -> None:
-    model = tiny_model(family)
-    spec = Speculator("ar", target=model)
+        stack.callback(known._global_mapping.pop, "mine")
+    stack.callback(model.set_attn_implementation, "sdpa")
     model.set_attn_implementation("mine")
-    for run in (lambda: both(model, spec), lambda: Speculator("ar", target=model)):
-        with pytest.raises(UnsupportedModelError, match="mine"):
-            run()
-    model.set_attn_implementation("sdpa")
-    assert both(model, Speculator("ar", target=model))
 
 
-@pytest.mark.parametrize("place", ["function", "mask", "eager"])
-def test_a_function_in_the_place_of_transformers_own_is_refused(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def in_the_place_of(known: Any) -> Callable[..., None]:
+    return lambda model, stack, patch: patch.setitem(known._global_mapping, "sdpa", own_sdpa)
+
+
+def eager(model: Any, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+    stack.callback(model.set_attn_implementation, "sdpa")
+    model.set_attn_implementation("eager")
+    patch.setattr(modeling_llama, "eager_attention_forward", own_sdpa)
+
+
+def hook_of_all(model: Any, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+    stack.enter_context(torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, out: None))
+
+
+def autocast(kind: torch.dtype) -> Callable[..., None]:
+    return lambda model, stack, patch: stack.enter_context(torch.autocast("cpu", dtype=kind))
+
+
+def head_of_layers(model: Any, stack: ExitStack, patch: pytest.MonkeyPatch) -> None:
+    stack.callback(setattr, model, "lm_head", before := model.lm_head)
+    model.lm_head = nn.Sequential(nn.Linear(before.in_features, 8), nn.Linear(8, before.out_features))
+
+
+REFUSED: dict[str, tuple[Callable[..., None], str, type[Exception]]] = {
+    "registered": (registered, "mine", UnsupportedModelError),
+    "function": (in_the_place_of(ALL_ATTENTION_FUNCTIONS), "own_sdpa", UnsupportedModelError),
+    "mask": (in_the_place_of(ALL_MASK_ATTENTION_FUNCTIONS), "own_sdpa", UnsupportedModelError),
+    "eager": (eager, "own_sdpa", UnsupportedModelError),
+    "hook of all modules": (hook_of_all, "hook", UnsupportedModelError),
+    "head of several layers": (head_of_layers, "Sequential", UnsupportedModelError),
+    "bfloat16": (autocast(torch.bfloat16), "autocast", CapabilityError),
+    "float16": (autocast(torch.float16), "autocast", CapabilityError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_by_name_while_it_lasts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, word, error = REFUSED[name]
     model = tiny_model()
-    model.set_attn_implementation("eager" if place == "eager" else "sdpa")
-    assert both(model, Speculator("ar", target=model))
-    if place == "eager":
-        monkeypatch.setattr(modeling_llama, "eager_attention_forward", own_sdpa)
-    else:
-        known = ALL_ATTENTION_FUNCTIONS if place == "function" else ALL_MASK_ATTENTION_FUNCTIONS
-        monkeypatch.setitem(known._global_mapping, "sdpa", own_sdpa)
-    with pytest.raises(UnsupportedModelError, match="own_sdpa"):
-        Speculator("ar", target=model)
-
-
-def test_a_hook_of_all_modules_is_refused() -> None:
-    model = tiny_model()
-    spec = Speculator("ar", target=model)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, out: None)
-    try:
-        for run in (lambda: both(model, spec), lambda: Speculator("ar", target=tiny_model(seed=1))):
-            with pytest.raises(UnsupportedModelError, match="hook"):
+    used, unused = (Speculator("prompt-lookup", target=model, min_n=1) for _ in range(2))
+    assert both(model, used)
+    with ExitStack() as stack, monkeypatch.context() as patch:
+        put(model, stack, patch)
+        for run in (
+            lambda: both(model, used),
+            lambda: both(model, unused),
+            lambda: used.generate(IDS.tolist(), max_new_tokens=4),
+            lambda: Speculator("ar", target=model),
+        ):
+            with pytest.raises(error, match=word):
                 run()
-    finally:
-        handle.remove()
-    assert both(model, spec)
+    assert both(model, used) and both(model, Speculator("ar", target=model))
 
 
 # --- masks ---
@@ -224,24 +240,6 @@ def test_a_hook_on_the_last_row_sees_prompts_whole(family: Any) -> None:
     for prompt in (ids[0].tolist()[:1090], ids[0].tolist()):
         result = spec.generate([prompt], max_new_tokens=12, cache=cache)[0]
     assert result.token_ids == expected[0, 1100:].tolist()
-
-
-# --- autocast ---
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_autocast_is_refused(kind: torch.dtype) -> None:
-    model = tiny_model()
-    spec = Speculator("prompt-lookup", target=model, min_n=1)
-    with torch.autocast("cpu", dtype=kind):
-        for run in (
-            lambda: both(model, spec),
-            lambda: spec.generate(IDS.tolist(), max_new_tokens=4),
-            lambda: Speculator("ar", target=tiny_model(seed=1)),
-        ):
-            with pytest.raises(CapabilityError, match="autocast"):
-                run()
-    assert both(model, spec)
 
 
 # --- torch.compile, copies ---

@@ -181,10 +181,8 @@ def test_a_template_without_tools_gets_them_in_words_and_one_with_tools_gets_obj
     assert shown.startswith("<system>") and '"place"' in shown.partition("<user>")[0]
     assert '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>' in shown
     assert "<user><tool_response>12:00</tool_response>" in shown
-    written = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.zone }}{% endfor %}{% endfor %}"
-        "{{ tools | map(attribute='type') | list }}"
-    )
+    written = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.zone }}{% endfor %}"
+    written += "{% endfor %}{{ tools | map(attribute='type') | list }}"
     knows = make_service(MODEL, byte_tokenizer(written), slots=1, context=1200)
     with contextlib.closing(Running(knows)) as other:
         assert prompt(other, messages=history, tools=TOOLS) == "CET['function', 'function']"
@@ -302,55 +300,41 @@ MISTAKES = [
         {"type": "function", "name": "nobody"}]}}, None, "nobody"),
     # And values that cannot be.
     (CHAT, {"temperature": 3}, "temperature", ""),
-    (CHAT, {"temperature": float("nan")}, None, ""),
     (CHAT, {"n": 99}, "n", ""),
     (CHAT, {"max_tokens": 0}, "max_tokens", ""),
     (CHAT, {"messages": []}, "messages", ""),
     (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "messages.0.role", "nobody"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None, ""),
     (CHAT, {"messages": part("image_url")}, "messages.0.content.0.type", "image_url"),
-    (CHAT, {"stop": "\ud800"}, None, ""),
-    (CHAT, {"model": "\ud800"}, None, ""),
     (CHAT, {"method": "nonsense"}, "method", "nonsense"),
     (CHAT, {"logit_bias": {"999": 1}}, "logit_bias", "999"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", ""),
     (CHAT, {"metadata": {"a": DEEP}}, None, ""),
-    (CHAT, {"chat_template_kwargs": {"enable_thinking": DEEP}}, None, ""),
     (CHAT, {"tools": TOOLS, "tool_choice": "sometimes"}, None, "sometimes"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, None, "nobody"),
-    (CHAT, {"tools": TOOLS, "tool_choice": {"function": None}}, None, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"function": {"name": None}}}, None, "tool_choice"),
-    (CHAT, {"tools": [{"type": "function", "function": None}]}, None, "tools"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": 3}}]}, None, "tools"),
-    (CHAT, {"tools": [{"type": {"a": 1}}]}, None, "tools"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": {"a": 1}, "format": 3}}]}, None, "tools"),
-    (CHAT, {"tools": TOOLS, "tool_choice": {"type": ["a"]}}, None, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": 7}}, None, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": {"a": 1}, "tools": FLAT}}, None, "tool"),
     (RESPONSES, {"input": [{"type": ["a"]}, 3]}, "input.0.type", ""),
     (RESPONSES, {"input": "?", "tools": [{"type": ["a"]}], "tool_choice": "required"}, None, "tool"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, None, "tools"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": DEEP}}}]}, None, ""),
-    (CHAT, {"response_format": {"type": None}}, None, "response_format"),
     (CHAT, {"response_format": {"type": "xml"}}, None, "xml"),
-    (CHAT, {"response_format": {"type": "json_schema"}}, None, "json_schema"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": None}}, None, "json_schema"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, None, "json_schema"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, None, "schema"),
     (RESPONSES, {"input": []}, "input", ""),
     (RESPONSES, {"input": part("input_image")}, "input.0.content.0.type", "input_image"),
     (RESPONSES, {"input": [{"type": "item_reference"}]}, None, "item_reference"),
     (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "message"}]}, None, "message"),
     (RESPONSES, {"input": [{"type": "function_call"}]}, None, "function_call"),
-    (RESPONSES, {"input": part("input_file")}, "input.0.content.0.type", "input_file"),
     (RESPONSES, {"input": "?", "tools": [{"type": "web_search"}], "tool_choice": "required"}, None, "tools"),
     (RESPONSES, {"input": "?", "tools": TOOLS}, None, "tools"),
     (RESPONSES, {"input": "?", "tools": FLAT, "tool_choice": {"type": "web_search"}}, None, "tool_choice"),
     (RESPONSES, {"input": "?", "text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
-    (RESPONSES, {"input": "?", "metadata": {"a": DEEP}}, None, ""),
     (RESPONSES, {"input": "?", "previous_response_id": "resp_1"}, "previous_response_id", ""),
     ("/v1/completions", {"prompt": []}, "prompt", "empty"),
-    ("/v1/completions", {"prompt": ["a", ""]}, "prompt", "empty"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, None, "suffix"),
     ("/v1/completions", {"prompt": [[]]}, "prompt", "empty"),
     ("/v1/completions", {"prompt": [10**9]}, "prompt", ""),

@@ -255,13 +255,6 @@ def test_a_schema_that_is_too_much_for_a_grammar_is_loosened_as_a_whole(choice):
         assert server.http("/v1/chat/completions", body | {"tool_choice": choice})[0] == 200
 
 
-def test_what_is_left_out_is_said_once(server, caplog):
-    parameters = {"type": "object", "properties": {"a": {"type": "array", "minContains": 1, "maxItems": 0}}}
-    for _ in range(2):
-        called(server, parameters)
-    assert sum("minContains" in record.getMessage() for record in caplog.records) == 1
-
-
 def test_an_answers_schema_is_followed_with_a_wrapper_or_without(server):
     for form in (
         {"type": "json_object", "schema": WHERE},

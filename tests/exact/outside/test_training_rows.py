@@ -115,44 +115,38 @@ def test_only_the_assistants_turns_are_learned_whatever_the_form(tmp_path):
     assert found[1:] == [["<|user|>a b\n\nfirst?<|end|>\n<|assistant|>", "a<|end|>"]] * 2 and skipped.total() == 1
 
 
-def thought(inside: bool, *, turns: int = 1, cut: bool = False):
-    """Chats whose answers have a thought, in a field of its own or inside of the answer."""
+def thought(inside: bool, *, turns: int = 1, **more):
+    """A chat whose answers have a thought, in a field of its own or inside of the answer."""
     said = {"content": "<think>\nwell\n</think>\n\nyes"} if inside else {"content": "yes", "reasoning_content": "well"}
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **said}] * turns
-    return {"messages": messages} | ({"cut": True} if cut else {})
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **said}] * turns, **more}
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_thoughts_are_learned_as_the_model_wrote_them(inside, tmp_path):
-    dropped = ["<|user|>hi<|end|>\n<|assistant|><think>\n", "well\n</think>\n\nyes<|end|>"]
+    """Those of earlier turns as the template shows them; an end that was cut off is not learned."""
+    asked, dropped = "<|user|>hi<|end|>\n<|assistant|>", "well\n</think>\n\nyes<|end|>"
     shown = ["<|user|>\nhi<|end|>\n<|assistant|>\n", "<think>\nwell\n</think>\n\nyes<|end|>"]
-    assert read([thought(inside)], DROPS, tmp_path)[0] == [dropped]
-    assert read([thought(inside)], SHOWS, tmp_path)[0] == [shown]
-    # An end that was cut off is not learned.
-    assert read([thought(inside, cut=True)], DROPS, tmp_path)[0] == [[dropped[0], dropped[1].removesuffix("<|end|>")]]
-    # Earlier turns are learned as the template shows them.
-    before = ["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>", "\n<|user|>hi<|end|>\n<|assistant|><think>\n"]
-    assert read([thought(inside, turns=2)], DROPS, tmp_path)[0] == [[*before, dropped[1]]]
-    before = ["<|user|>\nhi<|end|>\n<|assistant|>\n", "yes<|end|>", "\n<|user|>\nhi<|end|>\n<|assistant|>\n"]
-    assert read([thought(inside, turns=2)], SHOWS, tmp_path)[0] == [[*before, shown[1]]]
+    for row, template, expected in (
+        (thought(inside), DROPS, [asked + "<think>\n", dropped]),
+        (thought(inside), SHOWS, shown),
+        (thought(inside, cut=True), DROPS, [asked + "<think>\n", dropped.removesuffix("<|end|>")]),
+        (thought(inside, turns=2), DROPS, [asked, "yes<|end|>", f"\n{asked}<think>\n", dropped]),
+        (thought(inside, turns=2), SHOWS, [shown[0], "yes<|end|>", "\n" + shown[0], shown[1]]),
+    ):
+        assert read([row], template, tmp_path)[0] == [expected]
 
 
-def test_thoughts_in_a_templates_own_way(tmp_path):
-    own = SIMPLE.replace(
-        "{{ m.content }}", "{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}"
-    )
+def test_other_thoughts(tmp_path):
+    """In a template's own way; none where the prompt opens one; and one that was cut off."""
+    own = SIMPLE.replace("{{ m.content }}", "{% if m.thinking %}[{{ m.thinking }}]{% endif %}{{ m.content }}")
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thinking": "well"}]}
-    assert read([row], own, tmp_path)[0][0][1] == "[THINK]well[/THINK]yes<|end|>"
+    assert read([row], own, tmp_path)[0][0][1] == "[well]yes<|end|>"
     found, skipped = read([row], SIMPLE, tmp_path)
     assert not found and "with reasoning that the chat template does not show" in str(skipped)
-
-
-def test_answers_without_a_thought_and_thoughts_that_were_cut_off(tmp_path):
-    found, skipped = read([FORMS["messages"]], DROPS, tmp_path)  # the prompt opens a thought
+    found, skipped = read([FORMS["messages"]], DROPS, tmp_path)
     assert not skipped and found[0][1::2] == ["yes<|end|>", "no<|end|>"]
-    said = {"role": "assistant", "content": "", "reasoning_content": "wel"}
-    row = {"messages": [{"role": "user", "content": "hi"}, said], "cut": True}
-    assert read([row], DROPS, tmp_path)[0] == [["<|user|>hi<|end|>\n<|assistant|><think>\n", "wel"]]
+    row["messages"][1] = {"role": "assistant", "content": "", "reasoning_content": "wel"}
+    assert read([row | {"cut": True}], DROPS, tmp_path)[0] == [["<|user|>hi<|end|>\n<|assistant|><think>\n", "wel"]]
 
 
 # The last answer ends in a way of its own (gpt-oss, Phi-3); the system prompt stands before a last question (Mistral).
