@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -52,6 +53,15 @@ def test_text_is_of_the_schema_and_what_that_forces_is_drafted_and_changes_nothi
         assert result.finish_reason == "eos" and found["first name"] in ("Ada", "Alan", "Bo") and found["age"] <= 99
         assert type(found["age"]) is int and found.keys() <= {"first name", "age", "words"}
         assert 2 <= len(found.get("words", "ab")) <= 4 and {*found.get("words", ())} <= {"alpha", "beta"}
+
+
+def test_a_copy_of_a_constraint_goes_on_where_it_stood():
+    constraint = structured.Constraint(TOKENIZER, structured.json_grammar(PERSON), 0)
+    begun, forced = TOKENIZER('{"first name":"B')["input_ids"], TOKENIZER('o","age":')["input_ids"]
+    constraint.advance_to(begun)
+    twin = copy.deepcopy(constraint)
+    twin.advance_to([*begun, forced[0]])
+    assert (constraint.forced_tokens(), twin.forced_tokens()) == (forced, forced[1:])
 
 
 def test_a_tokenizer_without_a_grammar_is_refused():

@@ -33,7 +33,7 @@ def unread(port: int, body: dict[str, Any]) -> socket.socket:
 
 def test_a_reader_that_reads_nothing_delays_nobody():
     prompt = {"model": "tiny", "prompt": PROMPT}
-    long = prompt | {"max_tokens": 500, "n": 8, "logprobs": 5, "stream": True, "ignore_eos": True}
+    long = prompt | {"max_tokens": 300, "n": 8, "logprobs": 5, "stream": True, "ignore_eos": True}
     with contextlib.closing(Running(make_service(slots=2))) as running:
         *closed, late = (unread(running.server.port, long) for _ in range(3))
         # Other requests take turns with them, and the memory of what they do not read is bounded by max_tokens.
