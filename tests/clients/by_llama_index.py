@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from questions import COLOURS, MODEL, URL, weather
 
 llm = OpenAILike(
-    model=os.environ["MODEL"],
-    api_base=os.environ["BASE_URL"],
-    api_key="none",
-    is_chat_model=True,
-    is_function_calling_model=True,
-    temperature=0,
+    model=MODEL, api_base=URL, api_key="none", is_chat_model=True, is_function_calling_model=True, temperature=0,
     max_tokens=48,
-)
-
-
-def weather(city: str) -> str:
-    """The weather in a city."""
-    return "Sunny"
-
-
-question = [ChatMessage(role="user", content="Name three colours, with commas between them.")]
+)  # fmt: skip
+question = [ChatMessage(role="user", content=COLOURS)]
 whole = llm.chat(question).message.content
 assert whole
 assert "".join(chunk.delta or "" for chunk in llm.stream_chat(question)) == whole

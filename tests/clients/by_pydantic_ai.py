@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
-from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from questions import COLOURS, MODEL, URL, City
+from questions import weather as answer
 
-model = OpenAIChatModel(os.environ["MODEL"], provider=OpenAIProvider(base_url=os.environ["BASE_URL"], api_key="none"))
+model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=URL, api_key="none"))
 settings = {"temperature": 0, "max_tokens": 96}
 
 
-class City(BaseModel):
-    name: str
-    country: str
-
-
-assert Agent(model, model_settings=settings).run_sync("Name three colours.").output
+assert Agent(model, model_settings=settings).run_sync(COLOURS).output
 assert Agent(model, output_type=City, model_settings=settings).run_sync("Tell me of Paris.").output.name == "Paris"
 native = Agent(model, output_type=NativeOutput(City), model_settings=settings)
 assert native.run_sync("Tell me of Paris.").output.name == "Paris"
@@ -32,14 +27,14 @@ asked: list[str] = []
 def weather(city: str) -> str:
     """The weather in a city."""
     asked.append(city)
-    return "Sunny, 21 degrees"
+    return answer(city)
 
 
 assert with_tool.run_sync("What is the weather in Paris?").output and asked, asked
 
 
 async def streamed() -> str:
-    async with Agent(model, model_settings=settings).run_stream("Name three colours.") as result:
+    async with Agent(model, model_settings=settings).run_stream(COLOURS) as result:
         return "".join([text async for text in result.stream_text(delta=True)])
 
 

@@ -19,12 +19,10 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import longdraft
-from tests.serve.browser import CHROMIUM
 
 HERE = Path(__file__).parent
-# Script -> Python packages, the client first; none: a program of this machine.
+# Script -> Python packages, the client first.
 CLIENTS = {
-    "browser": [],
     "openai": ["openai"],
     "anthropic": ["anthropic"],
     "litellm": ["litellm"],
@@ -95,8 +93,6 @@ def missing_requirement(client: str, embedded: bool) -> str | None:
     """What a client needs that this machine, or the embedded model, does not have."""
     if sys.version_info < (version := MIN_PYTHON.get(client, (3, 10))):
         return f"Python {'.'.join(map(str, version))}"
-    if client == "browser" and CHROMIUM is None:
-        return "Chromium (apt-get install chromium)"
     if client in NODE and not (shutil.which("node") and shutil.which("npm")):
         return "Node.js and npm (apt-get install npm)"
     return "a model with 32K of context (SERVED=FILE, --model FILE)" if client in LONG and embedded else None
@@ -125,8 +121,6 @@ def wait_for(url: str, server: subprocess.Popen[bytes] | None, seconds: float = 
 
 def check_client(client: str, folder: Path, environment: dict[str, str]) -> bool:
     """Installs a client if necessary, and runs its script. Returns whether it succeeded."""
-    if not PACKAGES[client]:
-        return run_script(client, Path(sys.executable), "chromium", "", environment)
     home, package = (folder / client).absolute(), PACKAGES[client][0].partition("[")[0]
     if not (home / ".installed").exists():
         print(f"Installing {package} ...", flush=True)

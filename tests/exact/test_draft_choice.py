@@ -1,8 +1,7 @@
-"""Which method decodes, and with which draft: named, from a folder, shipped, or by default."""
+"""Which draft and which method are used: from a folder, shipped, or by default."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ import longdraft
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.registry import METHODS
-from tests.support.drafts import random_draft, random_eagle3
+from tests.support.drafts import edit, random_draft, random_eagle3
 from tests.support.tiny import tiny_model
 
 
@@ -32,32 +31,40 @@ def listed(name):
     return next(m for m in longdraft.methods() if m["name"] == name)
 
 
+def used(*method, target, **options):
+    """The method by which a result was made."""
+    spec = Speculator(*method, target=target, **options)
+    (result,) = spec.generate([[1, 2]], max_new_tokens=4)
+    assert result.method == spec.method.name
+    return result.method
+
+
 def test_a_folder_is_a_method_with_its_draft(model, tmp_path):
-    folder = random_draft(tmp_path, model)
-    for spec in (
-        Speculator(folder, target=model),
-        Speculator(str(folder), target=model),
-        Speculator("longspec", target=model, draft=folder),
-        Speculator(target=model, draft=str(folder)),
-    ):
-        assert spec.method.name == "longspec"
-        assert spec.generate([[1, 2]], max_new_tokens=8)[0].method == "longspec"
+    folder = random_draft(tmp_path / "draft", model)
+    for method in ((folder,), (str(folder),)):
+        assert used(*method, target=model) == "longspec"
+    assert used("longspec", target=model, draft=folder) == used(target=model, draft=str(folder)) == "longspec"
+    edit(folder, drafter="oracle")
+    with pytest.raises(CheckpointError):
+        Speculator(folder)
+    # A draft that has been read names its method.
+    model = tiny_model(vocab=11, layers=6)
+    draft = Speculator(random_eagle3(tmp_path / "eagle3", model), target=model).draft()
+    assert used(target=model, draft=draft) == "eagle3"
+    with pytest.raises(CheckpointError):
+        Speculator("longspec", target=model, draft=draft)
 
 
-def test_without_a_shipped_draft_the_default_is_prompt_lookup(model, shipped):
-    assert Speculator(target=model).generate([[1, 2]], max_new_tokens=4)[0].method == "prompt-lookup"
+def test_the_default_is_the_shipped_longspec_draft_or_prompt_lookup(model, shipped):
+    assert used(target=model) == "prompt-lookup"
     assert listed("longspec") == {
         "name": "longspec", "exact": True, "needs_draft": True,
         "paper": "Yang et al. 2025, LongSpec, arXiv:2502.17421", "available": False,
     }  # fmt: skip
-
-
-def test_with_a_shipped_draft_the_default_is_longspec(model, shipped):
     random_draft(shipped / "tiny", model)
-    assert Speculator(target=model).generate([[1, 2]], max_new_tokens=4)[0].method == "longspec"
-    assert Speculator("longspec", target=model).generate([[1, 2]], max_new_tokens=4)[0].new_tokens == 4
-    assert Speculator("prompt-lookup", target=model).method.name == "prompt-lookup"
-    assert Speculator(target=tiny_model(vocab=12)).method.name == "prompt-lookup"
+    assert used(target=model) == used("longspec", target=model) == used(target=model, widths=(2, 2)) == "longspec"
+    assert used("prompt-lookup", target=model) == used(target=model, branches=2) == "prompt-lookup"
+    assert used(target=tiny_model(vocab=12)) == "prompt-lookup"
     assert listed("longspec")["available"] is True
 
 
@@ -80,22 +87,15 @@ def test_where_all_is_left_to_us_repeats_are_proposed_too(model, shipped, monkey
 def test_shipped_drafts_of_several_kinds(shipped):
     model = tiny_model(vocab=11, layers=6)
     random_eagle3(shipped / "a-eagle3", model)
-    assert Speculator(target=model).method.name == "prompt-lookup"
-    assert Speculator("eagle3", target=model).generate([[1, 2]], max_new_tokens=3)[0].method == "eagle3"
+    assert used(target=model) == "prompt-lookup"
+    assert used("eagle3", target=model) == "eagle3"
     with pytest.raises(CapabilityError):
         Speculator("longspec", target=model)
     random_draft(shipped / "b-longspec", model)
-    assert Speculator(target=model).method.name == "longspec"
+    assert used(target=model) == "longspec"
     for name, folder in (("eagle3", "a-eagle3"), ("longspec", "b-longspec")):
-        assert Speculator(name, target=model).generate([[1, 2]], max_new_tokens=3)[0].method == name
-        assert listed(name)["available"] is True
+        assert used(name, target=model) == name and listed(name)["available"] is True
         assert Speculator(name, target=model).draft().folder == shipped / folder
-
-
-def test_options_narrow_the_default(model, shipped):
-    random_draft(shipped / "tiny", model)
-    assert Speculator(target=model, widths=(2, 2)).method.name == "longspec"
-    assert Speculator(target=model, branches=2).method.name == "prompt-lookup"
 
 
 def test_the_default_waits_for_the_target(model, shipped):
@@ -117,26 +117,6 @@ def test_the_shipped_draft_of_these_weights_comes_first(model, shipped):
     random_draft(shipped / "c", tiny_model(vocab=11, seed=2))
     assert chosen() == "b"
     assert not chosen(rope_parameters={"rope_type": "default", "rope_theta": 5e5}) and not chosen(vocab=12)
-
-
-def test_a_damaged_shipped_draft_is_named(model, shipped):
-    folder = random_draft(shipped / "a", model)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=str(folder)):
+    (shipped / "b" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=str(shipped / "b")):
         Speculator(target=model)
-
-
-def test_a_draft_for_a_method_that_is_not_known(model, tmp_path):
-    folder = random_draft(tmp_path, model)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"drafter": "oracle"}))
-    with pytest.raises(CheckpointError):
-        Speculator(folder)
-
-
-def test_a_draft_that_has_been_read_names_its_method(tmp_path):
-    model = tiny_model(vocab=11, layers=6)
-    draft = Speculator(random_eagle3(tmp_path, model), target=model).draft()
-    assert Speculator(target=model, draft=draft).method.name == "eagle3"
-    with pytest.raises(CheckpointError):
-        Speculator("longspec", target=model, draft=draft)

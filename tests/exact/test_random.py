@@ -23,7 +23,7 @@ SAMPLINGS = [GREEDY, GREEDY, DRAWN, PENALISED, Sampling(1.0), Sampling(0.7, min_
 
 
 @pytest.mark.usefixtures("small_sizes")
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     name=st.sampled_from(list(CASES)),
     family=st.sampled_from(FAMILIES),

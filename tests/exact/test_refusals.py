@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -45,12 +46,12 @@ model = cache(lambda **sizes: tiny_model(**{"vocab": 11, **sizes}))
 
 
 def refused(call: Callable[[], Any], error: type[Exception], name: str, what: object) -> None:
-    """The call ends in an error of ours that says the name."""
+    """The call ends in an error of ours that says each word of ``name``."""
     try:
         call()
     except error as caught:
         assert isinstance(caught, LongdraftError), f"{what}: {caught!r}"
-        assert name in str(caught), f"{what}: {caught} does not say {name}"
+        assert all(word in str(caught) for word in name.split()), f"{what}: {caught} does not say {name}"
     else:
         pytest.fail(f"{what} is not refused")
 
@@ -88,6 +89,11 @@ SETTINGS: list[tuple[dict[str, Any], type[LongdraftError], str]] = [
     ({"do_sample": True}, ArgumentError, "temperature"), ({"num_beams": 2}, ArgumentError, "num_beams"),
     ({"eos_token_id": 2}, ArgumentError, "eos_token_ids"), ({"temprature": 2}, ArgumentError, "temperature"),
     ({"foo": 2}, ArgumentError, "max_new_tokens"),
+    # And of another place.
+    *(({name: ()}, ArgumentError, f"{name} {place}(") for place, names in (
+        ("Request", ("processors", "tenant", "predicted", "reuse")),
+        ("Speculator", ("plan", "offload", "kv_dtype", "tokenizer", "branches", "draft")),
+    ) for name in names),
 ]  # fmt: skip
 BAD_SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": -0.1}, {"top_p": 1.5},
@@ -139,8 +145,9 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt-lookup", {"branches": "x"}, "branches"), ("prompt-lookup", {"branches": 0}, "branches"),
     ("prompt-lookup", {"branch": 2}, "branches"), ("prompt-lookup", {"breadth": 3}, "max_draft"),
     ("prompt-lookup", {"draft": "longspec"}, "draft"), ("suffix", {"earlier": 1}, "earlier"),
-    ("suffix", {"earlier": 2.5}, "earlier"), ("ar", {"max_new_tokens": 7}, "max_new_tokens"),
-    ("ar", {"plan": 5}, "plan"), ("ar", {"offload": 5}, "offload"), ("ar", {"kv_dtype": "fp8"}, "kv_dtype"),
+    ("suffix", {"earlier": 2.5}, "earlier"),
+    *(("ar", {"plan": plan}, "") for plan in (5, "best", {2: 1.0}, {1: 1.0, 3: -1.0}, {})),
+    ("ar", {"offload": 5}, "offload"), ("ar", {"kv_dtype": "fp8"}, "kv_dtype"),
     ("ar", {"deterministic": 1}, "deterministic"),
     ("longspec", {"widths": (0,)}, "widths"), ("longspec", {"draft": 5}, "draft"),
     ("longspec", {"draft": "longspec", "earlier": 500}, "lookup"),
@@ -192,6 +199,11 @@ def test_options(tmp_path):
         sizes = {"layers": 6} if str(options.get("draft")).startswith("eagle3") else {}
         refused(lambda m=method, o=given, s=sizes: Speculator(m, target=model(**s), **o), RequestError, name,
                 (method, options))  # fmt: skip
+    settings = [("Request", ("processors", "tenant", "predicted"))]
+    settings += [("generate", ("seed", "max_new_tokens", "temperature", "stop", "cache", "batch", "piece"))]
+    for method, (place, names) in product((None, "prompt-lookup"), settings):
+        for name in names:
+            refused(lambda m=method, n=name: Speculator(m, **{n: 1}), ArgumentError, f"{name} {place}(", name)
     for options, name in (
         ({"branch": 2}, "branches"), ({"branches": 0}, "branches"), ({"branches": 2, "widths": (2, 2)}, "widths"),
         ({"reduction": "max"}, "reduction"), ({"temperature": 0.7}, "temperature"), ({"breadth": 2}, "breadth"),

@@ -1,4 +1,4 @@
-"""Situations in which a method could fail: end of output, reused cache, KV on the host, long prompts, runs at once."""
+"""Situations in which a method could fail: ends of output, reused caches, KV on the host, long prompts, joins."""
 
 from __future__ import annotations
 
@@ -31,40 +31,33 @@ KINDS = (
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def up_to_eos(written: list[int], eos: set[int]) -> list[int]:
+def up_to_eos(written: list[int], eos: list[int]) -> list[int]:
     """An output up to its first end-of-sequence token."""
     return next((written[: i + 1] for i, token in enumerate(written) if token in eos), written)
 
 
 @every_method
-def test_it_ends_where_plain_decoding_ends(spec_factory, name):
-    """At tokens that end one sequence after the other, while the batch continues."""
+def test_sequences_of_a_batch_end_one_after_the_other(spec_factory, name):
+    """At an end-of-sequence token, and at budgets smaller than a tree is deep."""
     spec, plain = spec_factory.spec(METHODS[name]), spec_factory.plain()
-    for eos in ({plain[1][6], plain[2][4]}, {plain[0][9]}):
-        results = generate(spec, eos_token_ids=sorted(eos))
-        assert tokens(results) == [up_to_eos(written, eos) for written in plain]
-        assert [r.finish_reason == "eos" for r in results] == [not eos.isdisjoint(written) for written in plain]
-
-
-@each_kind
-def test_budgets_smaller_than_a_tree_is_deep(spec_factory, name):
-    spec, plain = spec_factory.spec(METHODS[name]), spec_factory.plain()
-    for n in (1, 2, 4):
-        results = generate(spec, n=n)
-        assert tokens(results) == [written[:n] for written in plain]
-        assert all(r.finish_reason == "length" for r in results) and (n > 1 or not any(r.drafted for r in results))
+    eos = sorted({plain[1][6], plain[2][4]})
+    ends = [(prompt, written, NEW, eos) for prompt, written in zip(PROMPTS, plain, strict=True)]
+    ends += [(prompt, written, n, []) for prompt, written in zip(PROMPTS, plain, strict=True) for n in (1, 2, 4)]
+    requests = [Request(list(prompt), n, eos_token_ids=ids) for prompt, _, n, ids in ends]
+    for (_, written, n, ids), result in zip(ends, spec.generate(requests, batch=4), strict=True):
+        assert result.token_ids == up_to_eos(written[:n], ids)
+        assert (result.finish_reason == "eos") == (not set(ids).isdisjoint(written))
+        assert n > 1 or not result.drafted
 
 
 @each_kind
 def test_up_to_the_last_position_of_the_context(spec_factory, name):
-    model = target(context=64)
-    prompts = (tuple(i % VOCABULARY for i in range(50)),)
-    assert tokens(generate(spec_factory.spec(METHODS[name], model), prompts, 14)) == spec_factory.plain(
-        model, prompts, 14
-    )
+    model, prompts = target(context=64), (tuple(i % VOCABULARY for i in range(50)),)
+    found = generate(spec_factory.spec(METHODS[name], model), prompts, 14)
+    assert tokens(found) == spec_factory.plain(model, prompts, 14)
 
 
-@each_kind
+@pytest.mark.parametrize("name", ["ar", "prompt-lookup", "eagle3", "triforce"])
 def test_a_stop_string_inside_a_draft(spec_factory, name):
     model, prompts = target(vocab=61), ((7, 8, 9), (1,))
     spec = spec_factory.spec(METHODS[name], model, tokenizer=tiny_tokenizer())
@@ -87,46 +80,39 @@ def test_a_prompt_cache_is_reused(spec_factory, name):
             assert rounds([result]) == rounds(generate(spec, (prompt,), 12))
 
 
-@each_kind
-def test_kv_on_a_host(spec_factory, cpu_offloads, name):
-    case = METHODS[name]
-    here = generate(spec_factory.spec(case), PROMPTS[1:], 16)
-    there = generate(spec_factory.spec(case, offload="host:1"), PROMPTS[1:], 16)
-    assert rounds(there) == rounds(here) and tokens(here) == [t[:16] for t in spec_factory.plain()[1:]]
+# With a state that a request could leave behind: windows, views, working caches.
+STATEFUL = ("specextend-eagle3 opt", "small-lm streaming", "self chunks", "self tokens", "magicdec")
 
 
-@each_kind
-def test_chunked_prefill(spec_factory, name):
-    spec = spec_factory.spec(METHODS[name])
-    unchunked = generate(spec, PROMPTS[2:3])
-    run = spec.stream([list(PROMPTS[2])], max_new_tokens=NEW, piece=32)
-    prefilled = [s.prefilled for s in run if s.mode == "prefill"]
-    assert len(prefilled) == 5 and prefilled[-1] == 130  # a view's queries may need the last tokens in one chunk
-    assert rounds(run.results()) == rounds(unchunked) and tokens(unchunked) == spec_factory.plain()[2:3]
+@pytest.mark.parametrize("name", [*KINDS, *STATEFUL])
+def test_earlier_requests_and_kv_on_a_host_change_nothing(spec_factory, cpu_offloads, name):
+    one_by_one = generate(spec_factory.spec(CASES[name]), (*PROMPTS[2:], *PROMPTS[:3]), batch=1)  # in one slot
+    there = generate(spec_factory.spec(CASES[name], offload="host:1"), PROMPTS[:3])
+    assert rounds(one_by_one[2:]) == rounds(there) and tokens(there) == spec_factory.plain()[:3]
 
 
 @each_kind
 def test_requests_that_join_and_leave(spec_factory, name):
-    """More requests than are decoded at a time, greedy and sampled; one is aborted."""
-    case, n = METHODS[name], 14
-    spec = spec_factory.spec(case)
+    """More requests than are decoded at a time, greedy and sampled, prompts read in chunks; one is aborted."""
+    n, spec = 14, spec_factory.spec(METHODS[name])
     requests = [
         Request(list(prompt), n - 4 * (i % 3), sampling, seed=i)
         for i, (prompt, sampling) in enumerate([(p, s) for s in (GREEDY, DRAWN) for p in PROMPTS[:3]])
     ]
-    session = spec.session(2, piece=64)
+    session = spec.session(2, piece=32)
     numbers = [session.add(request) for request in requests[:3]]
-    for _ in range(3):
-        session.step()
+    steps = [step for _ in range(3) for step in session.step()]
     numbers += [session.add(request) for request in requests[3:]]
     session.abort(numbers[1])
     while session.busy:
-        session.step()
+        steps += session.step()
     ar = spec_factory.spec(METHODS["ar"])
     for i, (number, request) in enumerate(zip(numbers, requests, strict=True)):
         alone, found = ar.generate(request)[0].token_ids, session.take(number)
         assert found.token_ids == (alone[: found.new_tokens] if i == 1 else alone)
         assert found.finish_reason == "length" or i == 1
+    chunks = [step.prefilled for step in steps if step.sequence == numbers[2] and step.mode == "prefill"]
+    assert len(chunks) == 5 and chunks[-1] == 130  # a view's queries may need the last tokens in one chunk
 
 
 @each_kind
@@ -139,21 +125,6 @@ def test_a_closed_run_and_two_runs_at_once(spec_factory, name):
     for _ in range(4):  # alternately: runs share only a draft's weights
         next(iter(one), None), next(iter(two), None)
     assert [r.results()[0].token_ids for r in (one, two)] == spec_factory.plain()[1:3]
-
-
-# Methods with a state that a request could leave behind: windows, views, working caches.
-STATEFUL = (
-    "longspec", "specextend-eagle3 opt", "eagle3", "small-lm streaming", "self chunks", "self tokens", "triforce",
-    "magicdec", "specextend", "tokenswift",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_two_requests_equal_two_fresh_ones(spec_factory, name):
-    spec = spec_factory.spec(CASES[name])
-    for prompts in (PROMPTS[2:], PROMPTS[:2]):
-        again, fresh = generate(spec, prompts, 16), generate(spec_factory.spec(CASES[name]), prompts, 16)
-        assert rounds(again) == rounds(fresh)
 
 
 def drafts_weights(spec):

@@ -17,11 +17,6 @@ def model():
     return tiny_model(vocab=11, dtype=torch.float64)
 
 
-def test_specpv_says_that_it_is_approximate(model):
-    result = Speculator("specpv", target=model, drafter="ar", **SMALL).generate([PROMPTS[0]], max_new_tokens=40)[0]
-    assert not result.exact and len(result.token_ids) == 40
-
-
 def test_two_runs_on_one_prompt_cache(model):
     """The rows that a run leaves behind are exact, whatever was drafted or guessed when it ended."""
     ar = Speculator("ar", target=model)
@@ -29,7 +24,7 @@ def test_two_runs_on_one_prompt_cache(model):
     spec = Speculator("specpv", target=model, drafter="prompt-lookup", **SMALL)
     for n in (17, 30):
         (result,) = spec.generate([PROMPTS[0]], max_new_tokens=n, cache=cache)
-    assert result.partial_rounds > 0 and result.drafted > result.accepted
+    assert result.partial_rounds > 0 and result.drafted > result.accepted and not result.exact
     longer = PROMPTS[0] + result.token_ids
     want = ar.generate([longer], max_new_tokens=20)[0].token_ids
     assert ar.generate([longer], max_new_tokens=20, cache=cache)[0].token_ids == want
@@ -37,3 +32,15 @@ def test_two_runs_on_one_prompt_cache(model):
     got = Speculator("specpv", target=model, drafter="ar", **SMALL)
     want = got.generate([longer[:60]], max_new_tokens=20)[0].token_ids
     assert got.generate([longer[:60]], max_new_tokens=20, cache=cache)[0].token_ids == want
+
+
+def test_the_text_is_the_same_whatever_the_clock_and_its_neighbours(model, monkeypatch):
+    monkeypatch.delenv("LONGDRAFT_PLAN", raising=False)
+    spec = Speculator("specpv", target=model, drafter="prompt-lookup", min_n=1, **SMALL)
+    assert spec.planner() is None and "plan=fixed" in repr(spec)
+    prompts = [PROMPTS[0], PROMPTS[0][:61], PROMPTS[1]]
+    alone = [spec.generate([prompt], max_new_tokens=60)[0] for prompt in prompts]
+    assert all(0 < r.accepted < r.drafted and r.partial_rounds for r in alone)
+    for batch in (2, 3):
+        together = spec.generate(prompts, max_new_tokens=60, batch=batch)
+        assert [r.token_ids for r in together] == [r.token_ids for r in alone]

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longdraft.errors import CapabilityError
-from longdraft.memory.store import KVShape
-from longdraft.model.tensor_parallel import TPRank, tp_rank_of
+from longdraft.model.tensor_parallel import tp_rank_of
 from tests.exact.tensor_parallel_cases import (
     FAMILIES,
     METHODS,
@@ -69,50 +68,23 @@ def test_tokens_and_drafts_are_those_of_one_process(folder, shared, monkeypatch)
 
 
 @slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families(folder, shared, name):
-    spec = speculator(AutoModelForCausalLM.from_pretrained(folder / name), folder, METHODS["ar"])
-    own = [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
-    assert [[row[0] for row in found[name]] for found in shared] == [own, own]
-
-
-@slow
-def test_each_process_keeps_its_own_heads(shared):
+def test_other_families_and_what_each_process_has(folder, shared):
+    for name in FAMILIES:
+        spec = speculator(AutoModelForCausalLM.from_pretrained(folder / name), folder, METHODS["ar"])
+        own = [r.token_ids for r in spec.generate(PROMPTS, max_new_tokens=NEW)]
+        assert [[row[0] for row in found[name]] for found in shared] == [own, own], name
     assert [found["kv heads"] for found in shared] == [1, 1]
+    for name in ("unseeded", "unseeded, custom_generate"):  # all take the first one's samples
+        assert shared[0][name] == shared[1][name]
 
 
 @slow
-@pytest.mark.parametrize("name", ["unseeded", "unseeded, custom_generate"])
-def test_without_a_seed_all_take_the_first_ones(shared, name):
-    assert shared[0][name] == shared[1][name]
-
-
-@slow
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        *((name, "on a part of the KV cache") for name in REFUSED if name != "planned"),
-        ("planned", "leave plan out"),
-        ("odd", "3 KV heads, which 2 processes cannot share out evenly"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_by_all(shared, name, said):
-    for found in shared:
-        assert found["refused"][name].startswith("CapabilityError: ")
-        assert said in found["refused"][name]
-
-
-def test_a_model_of_one_process_has_no_share():
-    assert tp_rank_of(tiny_model()) is None
-
-
-def test_heads_are_shared_out_only_where_the_plan_does():
-    whole = KVShape(3, 4, 16, torch.float32)
-    heads, none = (TPRank(1, 2, None, torch.device("cpu"), heads) for heads in (True, False))
-    assert heads.local_kv_shape(whole).kv_heads == 2
-    assert none.local_kv_shape(whole) == whole
-    with pytest.raises(CapabilityError):
-        TPRank(0, 3, None, torch.device("cpu"), True).local_kv_shape(whole)
+def test_what_cannot_be_shared_is_refused_by_all(shared):
+    for name in (*REFUSED, "odd"):
+        said = {"planned": "leave plan out", "odd": "3 KV heads, which 2 processes cannot share out evenly"}
+        for found in shared:
+            assert found["refused"][name].startswith("CapabilityError: "), name
+            assert said.get(name, "on a part of the KV cache") in found["refused"][name], name
 
 
 @pytest.fixture
@@ -128,6 +100,7 @@ def test_other_ways_to_share_out_are_refused(group):
     from torch.distributed.tensor import distribute_tensor
 
     model = tiny_model()
+    assert tp_rank_of(model) is None
     weight = distribute_tensor(model.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
     model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     with pytest.raises(CapabilityError):

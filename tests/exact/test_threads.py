@@ -6,6 +6,8 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,26 +34,15 @@ def _switching_often():
 
 def run_concurrently(*tasks: Callable[[], Any]) -> list[Any]:
     """Runs each task in its own thread, and returns their results."""
-    start, results = threading.Barrier(len(tasks)), [None] * len(tasks)
-    errors: list[BaseException] = []
+    start = threading.Barrier(len(tasks))
 
-    def run(i: int, task: Callable[[], Any]) -> None:
-        try:
-            torch.set_num_threads(1)
-            start.wait()
-            results[i] = task()
-        except BaseException as error:
-            errors.append(error)
+    def run(task: Callable[[], Any]) -> Any:
+        torch.set_num_threads(1)
+        start.wait()
+        return task()
 
-    threads = [threading.Thread(target=run, args=indexed) for indexed in enumerate(tasks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [future.result(60) for future in [pool.submit(run, task) for task in tasks]]
 
 
 def decode(spec: Speculator, prompt: list[int], **settings: Any) -> list[int]:
@@ -68,19 +59,15 @@ def test_threads_on_one_speculator_write_what_they_write_alone(specs: Speculator
     spec, model = specs.get(method), specs.model
     assert method == "ar" or all(r.drafted for r in spec.generate(PROMPTS, max_new_tokens=NEW))
     settings = [{}, {}, {}, {"sampling": DRAWN, "seed": 3}]
-    alone = [decode(spec, prompt, **given) for prompt, given in zip(PROMPTS, settings, strict=True)]
-    tasks = [
-        lambda prompt=prompt, given=given: decode(spec, prompt, **given)
-        for prompt, given in zip(PROMPTS, settings, strict=True)
-    ]
-    *together, beside = run_concurrently(*tasks, lambda: decode_plainly(model, PROMPTS[0]))
+    tasks = [partial(decode, spec, prompt, **given) for prompt, given in zip(PROMPTS, settings, strict=True)]
+    alone = [task() for task in tasks]
+    *together, beside = run_concurrently(*tasks, partial(decode_plainly, model, PROMPTS[0]))
     assert together == alone
     assert beside == alone[0] == decode_plainly(model, PROMPTS[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_threads_with_a_speculator_each_on_one_model(tmp_path, dtype):
-    model = tiny_model(dtype=dtype)
+def test_threads_with_a_speculator_each_on_one_model(tmp_path):
+    model = tiny_model()
     draft = random_draft(tmp_path, model)
     kinds: list[dict[str, Any]] = [
         {"method": "ar"},
@@ -93,24 +80,8 @@ def test_threads_with_a_speculator_each_on_one_model(tmp_path, dtype):
         return decode(Speculator(target=model, **kind), prompt)
 
     alone = [task(kind, prompt) for kind, prompt in zip(kinds, PROMPTS, strict=True)]
-    tasks = [lambda indexed=indexed: task(*indexed) for indexed in zip(kinds, PROMPTS, strict=True)]
-    assert run_concurrently(*tasks, lambda: decode_plainly(model, PROMPTS[0]))[:4] == alone
-
-
-def test_threads_share_one_planner_and_one_runner(tmp_path):
-    model = tiny_model(dtype=torch.float64)
-    spec = Speculator("longspec", draft=random_draft(tmp_path, model), plan={1: 1e-4, 64: 2e-3}, lookup=True)
-    made: list[Any] = []
-
-    def task(prompt: list[int]) -> list[int]:
-        made.append(spec.runner(model))
-        made.append(spec.planner())
-        return decode(spec, prompt)
-
-    together = run_concurrently(*[lambda prompt=prompt: task(prompt) for prompt in PROMPTS])
-    ar = Speculator("ar", target=model)
-    assert together == [decode(ar, prompt) for prompt in PROMPTS]
-    assert len({id(x) for x in made}) == 2 and None not in made
+    tasks = [partial(task, *each) for each in zip(kinds, PROMPTS, strict=True)]
+    assert run_concurrently(*tasks, partial(decode_plainly, model, PROMPTS[0]))[:4] == alone
 
 
 def test_streams_take_turns_in_one_thread_and_in_several():
@@ -126,19 +97,14 @@ def test_streams_take_turns_in_one_thread_and_in_several():
     left = spec.stream([PROMPTS[0]], max_new_tokens=NEW)
     next(iter(left))  # begun, and left lying about: others go on, in this thread and in others
     assert decode(spec, PROMPTS[1]) == alone[1]
-    assert run_concurrently(lambda: decode(spec, PROMPTS[1]), lambda: decode_plainly(model, PROMPTS[2])) == [
-        alone[1],
-        alone[2],
-    ]
-    assert left.results()[0].token_ids == alone[0]
+    others = run_concurrently(partial(decode, spec, PROMPTS[1]), partial(decode_plainly, model, PROMPTS[2]))
+    assert others == [alone[1], alone[2]] and left.results()[0].token_ids == alone[0]
 
 
 def test_a_run_that_another_thread_closes_or_collects():
     model = tiny_model(dtype=torch.float64)
-    spec, cache = (
-        Speculator("specpv", target=model, drafter="ar", budget=8, sink=4, recent=4, block=4),
-        PromptCache(),
-    )
+    spec = Speculator("specpv", target=model, drafter="ar", budget=8, sink=4, recent=4, block=4)
+    cache = PromptCache()
     expected = decode(spec, PROMPTS[2])
     runs = [spec.stream([PROMPTS[2]], max_new_tokens=NEW, cache=cache) for _ in "ab"]
     next(iter(runs[0]))
@@ -159,20 +125,12 @@ def test_a_run_that_another_thread_closes_or_collects():
 
 
 def test_generate_with_a_speculator_and_without_at_once():
-    model = tiny_model(dtype=torch.float64).train()
+    model = tiny_model().train()
     spec = Speculator("prompt-lookup", min_n=1)
-
-    def ours(prompt: list[int]) -> list[int]:
-        return generate_tokens(model, prompt, NEW, custom_generate=spec)
-
-    expected = [decode_plainly(model, prompt) for prompt in PROMPTS[:2]]
-    tasks = [
-        lambda kind=kind, prompt=prompt: kind(prompt)
-        for prompt in PROMPTS[:2]
-        for kind in (ours, lambda p: decode_plainly(model, p))
-    ]
-    results = run_concurrently(*tasks)
-    assert results[::2] == results[1::2] == expected
+    plain = [partial(decode_plainly, model, prompt) for prompt in PROMPTS[:2]]
+    ours = [partial(generate_tokens, model, prompt, NEW, custom_generate=spec) for prompt in PROMPTS[:2]]
+    expected = [task() for task in plain]
+    assert run_concurrently(*ours, *plain) == expected * 2
     assert all(m.training for m in model.modules())
 
 
@@ -201,6 +159,8 @@ def test_a_thread_that_fails_in_a_layer_does_not_stop_the_others(error):
             unlucky.clear()
         return "nothing"
 
-    results = run_concurrently(lambda: decode(spec, PROMPTS[0]), fail, lambda: decode_plainly(model, PROMPTS[0]))
-    assert results == [expected, "of this thread", expected]
-    assert run_concurrently(lambda: decode(spec, PROMPTS[0])) == [expected]  # of another thread
+    ours = partial(decode, spec, PROMPTS[0])
+    assert run_concurrently(ours, fail, partial(decode_plainly, model, PROMPTS[0])) == [
+        expected, "of this thread", expected,
+    ]  # fmt: skip
+    assert run_concurrently(ours) == [expected]  # of another thread

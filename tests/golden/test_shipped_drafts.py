@@ -67,7 +67,6 @@ AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 # Every shipped draft with its own method, and one that drafts without.
 QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "heads")
-PLANNED = slow_except(sorted(EXACT - {"ar"}), ("longspec", "small-lm"))
 
 
 class Decoder:
@@ -118,13 +117,6 @@ def test_lookups_in_repetitive_prompts(decoder, method, floor):
     results = decode(method)
     assert [r.token_ids for r in results] == [r.token_ids for r in decode("ar")]
     assert sum(r.new_tokens - 1 for r in results) / sum(r.rounds for r in results) >= floor
-
-
-@pytest.mark.parametrize("method", PLANNED)
-def test_planned_trees(decoder, method):
-    results = decoder.decode(method, 12, plan=TABLE, **GOLDEN[method].options)
-    assert [r.token_ids for r in results] == [written[:12] for written in decoder.plain]
-    assert sum(r.drafted for r in results) > 0
 
 
 def test_the_default_method(decoder, monkeypatch):

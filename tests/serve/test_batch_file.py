@@ -10,8 +10,8 @@ import pytest
 
 from longdraft import LongdraftError, Request, Speculator
 from longdraft.batch.output import OutputFile
-from longdraft.batch.rows import Defaults, InputLine, Row, count_and_digest, read_lines
-from longdraft.batch.run import BatchEngine, RowResult, run
+from longdraft.batch.rows import Defaults, InputLine, Row
+from longdraft.batch.run import RowResult, run
 from longdraft.errors import CapabilityError, CheckpointError, ConfigError
 from longdraft.serve.errors import ApiError
 from longdraft.serve.service import Service
@@ -37,28 +37,24 @@ def request(content: object, **defaults: object) -> Request:
     return row(content, **defaults).create_response(service).choices[0].request
 
 
-def test_a_rows_own_settings_override_the_commands():
+def test_rows_make_requests():
+    """A row's own settings override the command's; messages go through the chat template; OpenAI's rows are read."""
     made = request({"prompt": "hi", "max_tokens": 4, "temperature": 0.5}, max_tokens=9, seed=10)
     assert (made.max_new_tokens, made.seed, made.sampling.temperature) == (4, 13, 0.5)
     made = request({"prompt": "hi", "seed": 1, "stop": "x"}, max_tokens=9)
     assert (made.max_new_tokens, made.seed, made.sampling.greedy, made.stop) == (9, 1, True, ("x",))
-
-
-def test_messages_go_through_the_chat_template():
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    assert TOKENIZER.decode(request({"messages": messages}).prompt) == "<user>a<eos><assistant>"
-    assert TOKENIZER.decode(request({"prompt": "a"}).prompt) == "<user>a<eos><assistant>"
-    assert TOKENIZER.decode(request({"prompt": "a"}, raw=True).prompt) == "a"
-
-
-def test_rows_of_openais_batch_files():
-    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": 0, "top_p": 1, "n": 1}
+    body = {"model": "m", "messages": messages, "temperature": 0, "top_p": 1, "n": 1}
     chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    assert request(chat).sampling.greedy
+    text = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}}
+    templated = "<user>a<eos><assistant>"
+    for content, raw, prompt in (
+        ({"messages": messages}, False, templated), ({"prompt": "a"}, False, templated), ({"prompt": "a"}, True, "a"),
+        (chat, False, templated), (text, False, "a"),
+    ):  # fmt: skip
+        assert TOKENIZER.decode(request(content, raw=raw).prompt) == prompt
     failed = row(chat).error_row(ValueError("because"))
     assert failed["custom_id"] == "c" and failed["error"]["message"] == "because" and failed["response"] is None
-    text = request({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a"}})
-    assert TOKENIZER.decode(text.prompt) == "a"
 
 
 @pytest.mark.parametrize(
@@ -87,18 +83,6 @@ def test_bad_rows_say_why(content, problem):
         request(content)
 
 
-def test_lines_skip_blanks_and_rows(tmp_path):
-    path = tmp_path / "in"
-    path.write_bytes(b"\n{}\n \n[]\r\n1")
-    assert [(line.row_index, line.line_number, line.content) for line in read_lines(path, 1)] == [
-        (1, 4, b"[]\r\n"),
-        (2, 5, b"1"),
-    ]
-    assert count_and_digest(path)[0] == 3
-    with pytest.raises(CheckpointError):
-        count_and_digest(tmp_path / "no")
-
-
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "out"
     with OutputFile(path, MADE) as file:
@@ -119,8 +103,8 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
 class Backwards:
     """An engine that answers later rows sooner, and some with an unexpected error."""
 
-    def __init__(self, unexpected: frozenset[int] = frozenset(), max_rows_in_flight: int = 4) -> None:
-        self.max_rows_in_flight, self._unexpected = max_rows_in_flight, unexpected
+    def __init__(self, *unexpected: int) -> None:
+        self.max_rows_in_flight, self._unexpected = 4, unexpected
         self.held = self.most = 0
 
     async def answer(self, line: InputLine) -> RowResult:
@@ -132,43 +116,13 @@ class Backwards:
         return RowResult({"error" if bad else "row": line.row_index}, bad, bad)
 
 
-def numbered(count: int, first: int = 0):
-    return (InputLine(i, i + 1, b"{}") for i in range(first, count))
-
-
-def test_rows_are_written_in_order_with_a_few_in_hand(tmp_path):
-    decoder = Backwards()
-    with OutputFile(tmp_path / "out", MADE) as file:
-        assert asyncio.run(run(numbered(10), file, decoder)).num_rows == 10
-    assert [each["row"] for each in found(tmp_path / "out")] == [*range(10)]
-    assert decoder.most <= 4
-
-
-def test_an_engine_that_fails_row_after_row_ends_the_run_and_leaves_no_errors(tmp_path):
-    path = tmp_path / "out"
+def test_rows_are_written_in_order_and_an_engine_that_fails_row_after_row_ends_the_run(tmp_path):
+    path, decoder = tmp_path / "out", Backwards(11, 13, *range(17, 40))
+    lines = [InputLine(i, i + 1, b"{}") for i in range(40)]
     with OutputFile(path, MADE) as file:
-        assert asyncio.run(run(numbered(5), file, Backwards(frozenset([1, 3])))).num_rows == 5
-        assert file.num_errors == 2
+        assert asyncio.run(run(iter(lines[:15]), file, decoder)).num_rows == 15 and file.num_errors == 2
+        assert [each.get("row") for each in found(path)][:11] == [*range(11)] and decoder.most <= 4
         with pytest.raises(CapabilityError):
-            asyncio.run(run(numbered(30, 5), file, Backwards(frozenset(range(7, 30)))))
-        assert (file.num_rows, file.num_errors) == (7, 2)
-    assert len(found(path)) == 7
-
-
-def decode(spec: Speculator, prompts: list[str], folder: Path, cancelled=lambda: False) -> list[dict]:
-    """Decodes the prompts that the output lacks. Returns all rows of the output."""
-    source, path = folder / "in", folder / "out"
-    source.write_text("".join(json.dumps({"prompt": p, "max_tokens": 8}) + "\n" for p in prompts))
-    with OutputFile(path, MADE) as file:
-        decoder = BatchEngine(spec, Defaults(), slots=2)
-        decoder.run_with(lambda: run(read_lines(source, file.num_rows), file, decoder, cancelled=cancelled))
-    return found(path)
-
-
-def test_the_engine_answers_and_a_run_can_be_cancelled(tmp_path):
-    spec = Speculator("prompt-lookup", tiny_model(), TOKENIZER, plan="fixed")
-    prompts = ["why?", "who is who is who?", "what?", "", "a" * 600]
-    assert len(decode(spec, prompts, tmp_path, lambda: (tmp_path / "out").stat().st_size > 0)) < 5
-    rows = decode(spec, prompts, tmp_path)
-    assert [each["text"] for each in rows[:3]] == [spec.generate(p, max_new_tokens=8)[0].text for p in prompts[:3]]
-    assert "empty" in rows[3]["error"] and "context" in rows[4]["error"] and len(rows) == 5
+            asyncio.run(run(iter(lines[15:]), file, decoder))
+        assert (file.num_rows, file.num_errors) == (17, 2)  # none of the errors that ended it
+    assert len(found(path)) == 17

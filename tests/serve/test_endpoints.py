@@ -39,22 +39,17 @@ def text_of(chunks):
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
-def test_a_greedy_answer_is_the_models_own(running):
+def test_an_answer_is_the_models_own(running):
+    """Greedy; sampled with a seed, whatever drafts; and several with seeds of their own."""
     expected, found = alone(30), chat(running, max_tokens=30)
     assert found.choices[0].message.content == expected.text
     assert found.choices[0].finish_reason == {"length": "length", "eos": "stop"}[expected.finish_reason]
     assert found.usage.completion_tokens == len(expected.token_ids)
     assert found.usage.prompt_tokens == expected.prompt_tokens
-
-
-def test_a_sampled_answer_follows_its_seed(running):
     sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
     for method in ("prompt-lookup", "ar"):
         found = chat(running, max_tokens=20, extra_body={"method": method}, **sampling)
         assert found.choices[0].message.content == alone(20, **sampling).text
-
-
-def test_several_answers_have_different_seeds(running):
     found = chat(running, max_tokens=12, temperature=1, seed=3, n=3)
     assert [c.message.content for c in found.choices] == [alone(12, temperature=1.0, seed=3 + i).text for i in range(3)]
 
@@ -90,9 +85,6 @@ def test_clients_of_vllm_and_llama_cpp_find_what_was_accepted(running, stream):
     assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
     assert timings["predicted_n"] == last.usage.completion_tokens and timings["predicted_per_second"] > 0
     assert timings["prompt_n"] + timings["cache_n"] == last.usage.prompt_tokens
-
-
-def test_what_was_not_drafted_or_not_alone_has_no_acceptance(running):
     plain = chat(running, max_tokens=8, extra_body={"method": "ar"})
     assert "metrics" not in plain.model_extra and "draft_n" not in plain.model_extra["timings"]
     assert not {"metrics", "timings"} & chat(running, max_tokens=8, n=2, temperature=1).model_extra.keys()
@@ -103,6 +95,7 @@ def test_a_trace_has_the_source_of_each_token(running):
     chunks = list(chat(running, max_tokens=40, stream=True, extra_body=options))
     traces = [c.model_extra["trace"] for c in chunks if "trace" in c.model_extra]
     rounds = [t for t in traces if t["phase"] == "round"]
+    assert traces[0] == {"phase": "prefill", "read": 0, "of": alone(1).prompt_tokens}  # before it is read
     assert "".join(piece for t in rounds for piece, _ in t["pieces"]) == text_of(chunks)
     for t in rounds[1:]:
         assert len(t["tree"]["tokens"]) == len(t["tree"]["parents"]) == len(t["tree"]["sources"])
@@ -178,24 +171,6 @@ def test_load_generators_get_answers_of_the_length_they_ask_for(running):
     chunks = list(chat(running, max_tokens=20, stream=True, extra_body=ids))
     streamed = [x for c in chunks if c.choices for x in c.choices[0].model_extra.get("token_ids", ())]
     assert streamed == expected.token_ids
-    text = {"model": "tiny", "prompt": "the sea", "max_tokens": 5, "temperature": 0, "return_token_ids": True}
-    (choice,) = json.loads(running.http("/v1/completions", text)[1])["choices"]
-    assert TOKENIZER.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
-
-
-def test_what_clients_add_to_answers_may_be_sent_back(running):
-    call = {"id": "1", "index": 0, "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call], "annotations": [], "parsed": {"a": 1}}
-    assert chat(running, [*MESSAGES, said, {"role": "tool", "tool_call_id": "1", "content": "x"}], max_tokens=2)
-
-
-def test_a_stop_string_ends_the_answer_and_is_not_in_it(running):
-    whole = alone(30).text
-    stop = whole[4:6]
-    found = chat(running, max_tokens=30, stop=[stop])
-    assert found.choices[0].finish_reason == "stop"
-    assert found.choices[0].message.content == whole[: whole.index(stop)]
-    assert text_of(chat(running, max_tokens=30, stop=stop, stream=True)) == whole[: whole.index(stop)]
 
 
 def test_completions_take_texts_and_token_ids(running):
@@ -246,52 +221,23 @@ def test_a_completion_with_a_suffix_is_what_the_model_says_between():
     assert found.choices[0].text == expected.text and found.usage.prompt_tokens == expected.prompt_tokens
 
 
-def test_responses_are_whole_or_streamed_texts(running):
-    responses = running.client().responses
-    expected = alone(12).text
-    body = {"model": "tiny", "instructions": "be brief.", "input": MESSAGES[1]["content"], "max_output_tokens": 12}
-    found = responses.create(**body, temperature=0)
-    assert found.output_text == expected and found.usage.output_tokens > 0
-    events = list(responses.create(**body, temperature=0, stream=True))
-    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == expected
-    assert [e.sequence_number for e in events] == list(range(len(events))) and events[0].type == "response.created"
-    # OpenAI calls a response that ends at its limit incomplete.
-    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == expected
-    with responses.stream(**body | {"max_output_tokens": 400}) as stream:
-        final = stream.get_final_response()
-    assert final.status == "completed" and final.output_text
-
-
-def test_a_prompt_that_was_read_is_not_read_again(running):
-    document = "once upon a time, a ship went to sea. " * 8
-    asked = [[{"role": "user", "content": document + question}] for question in ("who?", "why?")]
-    first, second = (chat(running, each, max_tokens=3).usage.prompt_tokens_details.cached_tokens for each in asked)
-    assert second >= len(document) > first
-    unkept = chat(running, asked[1], max_tokens=3, extra_body={"cache_prompt": False})
-    assert unkept.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_a_follow_up_is_read_from_its_fork_whoever_asked_between(serving):
-    document = "once upon a time, a ship went to sea. " * 8
-    one_slot = serving(slots=1)
-    cached = []
+def test_a_prompt_that_was_read_is_not_read_again_whoever_asked_between(serving):
+    document, one_slot, cached = "once upon a time, a ship went to sea. " * 8, serving(slots=1), []
     for text in (document + "who?", "a whale said to a ship: " * 12, document + "why?", document + "when?"):
         answer = chat(one_slot, [{"role": "user", "content": text}], max_tokens=3)
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert max(cached[:2]) < len(document) <= min(cached[2:])
+    unkept = chat(one_slot, [{"role": "user", "content": text}], max_tokens=3, extra_body={"cache_prompt": False})
+    assert unkept.usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_a_client_that_goes_away_while_it_waits_leaves_its_slot(running):
+def test_a_client_that_goes_away_leaves_its_slot_and_is_counted(serving):
+    running = serving()
     with pytest.raises(TimeoutError):
         running.http(CHAT, {"messages": MESSAGES, "max_tokens": 400, "ignore_eos": True}, timeout=0.02)
-    assert running.becomes_idle()
-
-
-def test_a_stream_that_is_left_is_counted(serving):
-    running = serving()
     with chat(running, max_tokens=500, stream=True, extra_body={"ignore_eos": True}) as stream:
         next(iter(stream))
-    left = 'longdraft:request_failure_total{model_name="tiny",status="499"} 1.0'
+    left = 'longdraft:request_failure_total{model_name="tiny",status="499"} 2.0'
     wait_until(lambda: left in running.http("/metrics")[1].decode())
     assert running.becomes_idle()
 
@@ -316,10 +262,13 @@ def test_operators_and_the_page_get_what_they_need(running):
 
 
 def test_too_many_requests_are_told_when_to_come_again(serving):
-    running = serving(slots=1, queue=1)
+    running = serving(slots=1, queue=2)
+    body = {"messages": MESSAGES, "max_tokens": 2, "temperature": 1}
+    assert running.http(CHAT, body | {"n": 3})[0] == 200
+    assert running.http(CHAT, body | {"n": 4})[0] == 400  # it would be too much at any time
     streams = []
     with pytest.raises(openai.RateLimitError) as refused:
-        for _ in range(4):
+        for _ in range(5):
             streams.append(chat(running, max_tokens=400, stream=True, extra_body={"ignore_eos": True}))
     assert int(refused.value.response.headers["retry-after"]) >= 1
     for stream in streams:
@@ -328,16 +277,11 @@ def test_too_many_requests_are_told_when_to_come_again(serving):
     assert chat(running, max_tokens=2).choices
 
 
-def test_a_key_is_needed_where_there_are_keys(serving):
-    running = serving(keys={"a": "secret-a", "b": "secret-b"})
+def test_keys_are_needed_and_one_keys_text_is_never_looked_up_for_another(serving):
+    running = serving(keys={"a": "ka", "b": "kb"}, earlier=5000)
     with pytest.raises(openai.AuthenticationError):
         running.client("wrong").models.list()
-    assert running.client("secret-b").models.list().data
-    assert running.http("/health")[0] == 200
-
-
-def test_one_keys_text_is_never_looked_up_for_another(serving):
-    running = serving(keys={"a": "ka", "b": "kb"}, earlier=5000)
+    assert running.client("kb").models.list().data and running.http("/health")[0] == 200
 
     def length(key):
         found = chat(running, key=key, max_tokens=60, temperature=1, seed=5, extra_body={"ignore_eos": True})

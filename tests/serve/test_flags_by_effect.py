@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -57,79 +56,55 @@ class Started:
         return sorted(self.kept.rglob("*.safetensors"))
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """One with the flags, one without."""
-    folder = tmp_path_factory.mktemp("servers")
-    # A token's KV takes 9 KB, and a long text takes seconds.
-    tiny_model(context=8192, kv_heads=6, head_dim=64).save_pretrained(folder / "model")
-    tiny_tokenizer(chat=True).save_pretrained(folder / "model")
-    found = [Started(folder / name, folder / "model", flags) for name, flags in (("flags", FLAGS), ("none", []))]
-    yield found
-    for each in found:
-        each.run.kill()
-
-
-@pytest.mark.slow
-def test_it_listens_where_host_says_and_nowhere_else(servers):
-    flags, none = servers
-    assert none.host == "127.0.0.1" and flags.ask("a?", 2)[0] == none.ask("a?", 2)[0] == 200
-    if sys.platform == "linux":
-        assert flags.host == "127.0.0.2"
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", flags.port), timeout=5)
-
-
 def text(seed: int, length: int = 700) -> str:
     return "".join("abcdefghij"[(i * i * seed + i // (3 + seed)) % 10] for i in range(length))
 
 
 @pytest.mark.slow
-def test_earlier_texts_are_looked_up_if_asked_for(servers):
-    accepted = []
-    for server in servers:
-        answers = [server.ask("whales and ships.", 60)[1] for _ in range(2)]
-        assert answers[0]["choices"] == answers[1]["choices"]
-        found = [a["usage"]["speculation"] for a in answers]
-        accepted.append([each["num_accepted_tokens"] for each in found])
-    (first, again), (plain, once_more) = accepted
-    assert again > 40 > first and plain == once_more == first
-
-
-@pytest.mark.slow
-def test_other_texts_take_no_more_memory_and_disk_than_the_flags_say(servers):
-    """Three texts of 6 MB each: the first one is evicted from 10 MB of files, but not from memory."""
-    flags, none = servers
-    for server in servers:
-        for seed in (1, 2, 3):
-            assert server.ask(text(seed), 2)[0] == 200
-            if server is flags:
-                wait_until(lambda seed=seed: len(flags.files()) >= min(seed, 1))
-                time.sleep(1.0)  # the server is idle, and writes what it has read
-    assert 0 < sum(f.stat().st_size for f in flags.files()) <= LIMIT and not none.files()
-    kept = [server.ask(text(1), 2)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] for server in servers]
-    assert kept[0] < 10 and kept[1] > 690
-
-
-@pytest.mark.slow
-def test_a_request_takes_no_longer_than_timeout(servers):
-    flags, _ = servers
-    began = time.monotonic()
-    status, answer = flags.ask("a long one?", 7000)
-    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
-    assert 0 < answer["usage"]["completion_tokens"] < 7000 and 1.4 < time.monotonic() - began < 15
-
-
-@pytest.mark.slow
-def test_as_many_wait_as_queue_says(servers):
-    flags, none = servers
-    for server, refused in ((flags, True), (none, False)):
+def test_a_server_with_flags_and_one_without(tmp_path):
+    # A token's KV takes 9 KB, and a long text takes seconds.
+    tiny_model(context=8192, kv_heads=6, head_dim=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    servers: list[Started] = []
+    try:
+        for name, given in (("flags", FLAGS), ("none", [])):
+            servers.append(Started(tmp_path / name, tmp_path / "model", given))
+        flags, none = servers
+        # It listens where --host says, and nowhere else.
+        assert none.host == "127.0.0.1" and flags.ask("a?", 2)[0] == none.ask("a?", 2)[0] == 200
+        if sys.platform == "linux":
+            assert flags.host == "127.0.0.2"
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", flags.port), timeout=5)
+        # --earlier: texts of earlier requests are looked up.
+        accepted = []
+        for server in servers:
+            answers = [server.ask("whales and ships.", 60)[1] for _ in range(2)]
+            assert answers[0]["choices"] == answers[1]["choices"]
+            accepted += [a["usage"]["speculation"]["num_accepted_tokens"] for a in answers]
+        first, again, plain, once_more = accepted
+        assert again > 40 > first and plain == once_more == first
+        # Three texts of 6 MB each: the first one is evicted from 10 MB of files, but not from memory.
+        for server in servers:
+            for seed in (1, 2, 3):
+                before = set(flags.files())
+                assert server.ask(text(seed), 2)[0] == 200
+                # When it is idle, it writes what it has read.
+                wait_until(lambda known=before, s=server: s is none or set(flags.files()) - known)
+        assert 0 < sum(f.stat().st_size for f in flags.files()) <= LIMIT and not none.files()
+        kept = [server.ask(text(1), 2)[1]["usage"]["prompt_tokens_details"]["cached_tokens"] for server in servers]
+        assert kept[0] < 10 and kept[1] > 690
+        # --timeout
+        status, answer = flags.ask("a long one?", 7000)
+        assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+        assert 0 < answer["usage"]["completion_tokens"] < 7000
+        # --queue: one is decoded, and one waits.
         with ThreadPoolExecutor(5) as pool:
-            new = 7000 if refused else 40
-            statuses = list(pool.map(partial(server.ask, new=new), ["a?", "b?", "c?", "d?", "e?"]))
-        codes = [answer["error"]["code"] for status, answer in statuses if status == 429]
-        assert codes == ["queue_full"] * 3 if refused else not codes
-        assert refused or all(status == 200 for status, _ in statuses)
+            statuses = list(pool.map(partial(flags.ask, new=7000), ["a?", "b?", "c?", "d?", "e?"]))
+        assert [answer["error"]["code"] for status, answer in statuses if status == 429] == ["queue_full"] * 3
+    finally:
+        for server in servers:
+            server.run.kill()
 
 
 def test_counters_are_the_sums_of_what_the_answers_say(serving):
@@ -138,10 +113,9 @@ def test_counters_are_the_sums_of_what_the_answers_say(serving):
     for i, question in enumerate(["the sea, the sea, the sea", "a ship?", "abcabcabcabcabc"]):
         # Asks again with half of the answer in the question, so that drafts are accepted.
         body = {"messages": [{"role": "user", "content": question}], "max_tokens": 30 + i, "temperature": 0}
-        text = json.loads(running.http(CHAT, body | {"ignore_eos": True})[1])
-        usages.append(text["usage"])
-        body["messages"][0]["content"] += text["choices"][0]["message"]["content"][:16] + "abc"
-        usages.append(json.loads(running.http(CHAT, body | {"ignore_eos": True})[1])["usage"])
+        answer = json.loads(running.http(CHAT, body | {"ignore_eos": True})[1])
+        usages.append(answer["usage"])
+        body["messages"][0]["content"] += answer["choices"][0]["message"]["content"][:16] + "abc"
         stream = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         lines = running.http(CHAT, body | stream)[1].decode().split("\n")
         usages.append(json.loads(next(line for line in reversed(lines) if "usage" in line)[6:])["usage"])

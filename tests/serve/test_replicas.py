@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,39 +28,30 @@ ENVIRONMENT = os.environ | {"COLUMNS": "200", "LONGDRAFT_PLAN": "fixed", "RAY_US
 SETTINGS = ServerSettings("m", ("ar",), slots=3, queue=5)
 
 
-def options(replicas=1, config=None):
-    return deployment_options(SETTINGS, replicas, cpus=2, gpus=0, config_file=config, drain_timeout=9)
+def test_the_commands_options_become_rays_and_what_ray_lacks_is_said(tmp_path, monkeypatch):
+    def options(text=None):
+        config = None if text is None else tmp_path / "config.yaml"
+        if config and text:
+            config.write_text(text)
+        return deployment_options(SETTINGS, 2, cpus=2, gpus=0, config_file=config, drain_timeout=9)
 
-
-def test_the_commands_options_become_rays(tmp_path):
-    assert options(2)["num_replicas"] == 2 and options()["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0}
-    config = tmp_path / "config.yaml"
-    config.write_text("num_replicas: 5\nhealth_check_period_s: 1\n")
-    found = options(2, config)
-    assert found["num_replicas"] == 5 and found["health_check_period_s"] == 1
-    config.write_text("autoscaling_config: {max_replicas: 4}\n")
-    assert "num_replicas" not in options(2, config)
-    for text in ("- a", "a: [", ""):
-        config.write_text(text)
-        with pytest.raises(RequestError, match="--ray-config"):
-            options(config=config)
     with pytest.raises(RequestError, match="--ray-config"):
-        options(config=tmp_path / "nowhere")
+        options("")  # no such file
+    assert options()["num_replicas"] == 2 and options()["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0}
+    found = options("num_replicas: 5\nhealth_check_period_s: 1\n")
+    assert found["num_replicas"] == 5 and found["health_check_period_s"] == 1
+    assert "num_replicas" not in options("autoscaling_config: {max_replicas: 4}\n")
+    for text in ("- a", "a: [", "\n"):
+        with pytest.raises(RequestError, match="--ray-config"):
+            options(text)
 
-
-def test_what_ray_lacks_is_said_before_anything_waits_for_it(monkeypatch):
-    class Cluster:
-        @staticmethod
-        def cluster_resources():
-            return {"CPU": 4.0}
-
-    check_resources(Cluster, 2, 2, 0)
-    with pytest.raises(CapabilityError, match="CPU"):
-        check_resources(Cluster, 3, 2, 0)
-    with pytest.raises(CapabilityError, match="GPU"):
-        check_resources(Cluster, 1, 1, 1)
+    cluster = SimpleNamespace(cluster_resources=lambda: {"CPU": 4.0})
+    check_resources(cluster, 2, 2, 0)
+    for lacking, named in (((3, 2, 0), "CPU"), ((1, 1, 1), "GPU")):
+        with pytest.raises(CapabilityError, match=named):
+            check_resources(cluster, *lacking)
     monkeypatch.setenv("RAY_ADDRESS", "a cluster, which may grow")
-    check_resources(Cluster, 9, 9, 9)
+    check_resources(cluster, 9, 9, 9)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CapabilityError, match="pip install"):
         connect()

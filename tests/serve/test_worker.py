@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import queue
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
@@ -21,7 +17,6 @@ from longdraft.errors import NumericalError
 from longdraft.serve import protocol, serving
 from longdraft.serve.worker import RequestState, Restarted, Worker
 from tests.serve.conftest import MODEL, TOKENIZER, make_service
-from tests.serve.over_http import wait_until
 
 SPECS = {m: Speculator(m, MODEL, TOKENIZER, plan="fixed") for m in ("prompt-lookup", "ar")}
 
@@ -73,22 +68,13 @@ def working(slots=2, size=64, timeout=5.0, **more) -> Iterator[Worker]:
         worker.close(timeout)
 
 
-KEYS = st.tuples(st.integers(0, 30), st.integers(1, 25), st.booleans())
-
-
-@settings(max_examples=15)
-@given(
-    asked=st.lists(st.tuples(KEYS, st.sampled_from(sorted(SPECS)), st.integers(0, 9)), min_size=1, max_size=9),
-)
-def test_requests_that_come_and_go_get_what_they_would_get_alone(asked):
+def test_requests_that_come_and_go_get_what_they_would_get_alone():
+    keys = [(i, 1 + i * 5 % 23, i % 3 == 1) for i in range(12)]
     with working() as worker:
-        submitted = []
-        for key, method, leaves in asked:
-            each = Submitted(worker, partial(request, *key), method)
-            submitted.append((key, each))
-            if leaves == 0:
-                worker.cancel(each.state)
-        for key, each in submitted:
+        submitted = [Submitted(worker, partial(request, *key), sorted(SPECS)[i % 2]) for i, key in enumerate(keys)]
+        for each in submitted[::4]:
+            worker.cancel(each.state)
+        for key, each in zip(keys, submitted, strict=True):
             tokens, outcome = each.end()
             if each.state.cancelled:
                 assert tokens == alone(*key)[: len(tokens)]
@@ -97,7 +83,7 @@ def test_requests_that_come_and_go_get_what_they_would_get_alone(asked):
         assert worker.load == (0, 0)
 
 
-@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("turns", range(0, 8, 2))
 def test_whoever_asked_may_leave_at_any_moment(turns):
     """Also in the iteration of the event loop in which a token arrives."""
     service = make_service()  # its worker does not run
@@ -119,29 +105,6 @@ def test_whoever_asked_may_leave_at_any_moment(turns):
     assert asyncio.run(leave())
 
 
-def test_memory_and_slots_do_not_grow_with_requests():
-    def kept() -> Counter[str]:
-        """Number of live objects of the engine, by class."""
-        gc.collect()
-        kinds = [type(each) for each in gc.get_objects()]
-        return Counter(kind.__name__ for kind in kinds if kind.__module__.startswith("longdraft.engine"))
-
-    found = []
-    with working() as worker:
-        for turn in range(30):
-            submitted = [Submitted(worker, partial(request, i, 6)) for i in range(4)]
-            for i, each in enumerate(submitted):
-                if (turn + i) % 3 == 0:
-                    worker.cancel(each.state)
-            for each in submitted:
-                each.end()
-            del submitted, each
-            wait_until(lambda: worker.load == (0, 0))
-            if turn in (2, 29):
-                found.append(kept())
-    assert found[0] and found[0] == found[1]
-
-
 def test_a_forward_that_fails_ends_the_request_that_made_it_fail_and_no_other():
     def fails(input_ids, scores):
         if input_ids.shape[1] > 8:
@@ -156,11 +119,8 @@ def test_a_forward_that_fails_ends_the_request_that_made_it_fail_and_no_other():
         assert isinstance(bad.end()[1], NumericalError)
         assert [first.end()[0], second.end()[0]] == [alone(2, 25), alone(3, 25, True)]
         assert Submitted(worker, partial(request, 4, 5)).end()[0] == alone(4, 5)
-
-
-def test_a_request_that_cannot_be_used_is_told_so():
-    with working() as worker:
-        assert isinstance(Submitted(worker, lambda: Request([1, 2], max_new_tokens=5000)).end()[1], LongdraftError)
+        unusable = Submitted(worker, lambda: Request([1, 2], max_new_tokens=5000))
+        assert isinstance(unusable.end()[1], LongdraftError)
 
 
 def test_what_was_decoded_last_is_kept_before_the_worker_ends():

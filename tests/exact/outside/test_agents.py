@@ -38,18 +38,14 @@ AGAIN = f"{IN_ROME}\n{IN_ROME}"
     ("text", "fields", "content", "calls", "reason"),
     [
         (RAINS, {}, RAINS, [], "stop"),
-        (NOT, {}, NOT, [], "stop"),
         ("It rains, I think.", {}, None, [], "stop"),  # what would be text has the schema
         (TAGGED, {}, "", [ROME], "tool_calls"),
         (IN_ROME, {}, "", [ROME], "tool_calls"),
-        (TAGGED + TAGGED, {}, "", [ROME, ROME], "tool_calls"),
         (AGAIN, {}, "", [ROME, ROME], "tool_calls"),
         (AGAIN, {"parallel_tool_calls": False}, "", [ROME], "tool_calls"),
         (TAGGED, {"tool_choice": "none"}, None, [], "stop"),
         (TIGHT, {"tool_choice": "required", "parallel_tool_calls": False}, "", None, "tool_calls"),
         (RAINS, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "", None, "tool_calls"),
-        (RAINS, {"response_format": ANY}, RAINS, [], "stop"),
-        (IN_ROME, {"response_format": ANY}, "", [ROME], "tool_calls"),
         (IN_ROME.replace("Rome", "Paris"), {"response_format": ANY}, "", None, "tool_calls"),
         (RAINS, {"response_format": {"type": "text"}}, RAINS, [], "stop"),
     ],
@@ -93,15 +89,16 @@ def test_a_response_has_calls_or_a_format(server, stream):
     assert message["content"][0]["text"] == RAINS
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}])
-def test_thoughts_that_the_prompt_opens_are_free_and_what_follows_is_bound(server, fields):
-    body = {"chat_template_kwargs": {"opened": True}, "response_format": FORM, "max_tokens": 200} | fields
-    message = ask(server, user="{ Hm. <tool_call> }</think>\n\nWell.", **body)[1]["choices"][0]["message"]
-    assert message["reasoning_content"] == "{ Hm. <tool_call> }"
-    if "tool_choice" in fields:
-        assert message["tool_calls"]
-    else:
-        assert json.loads(message["content"])["answer"] in ANSWER["properties"]["answer"]["enum"]
+def test_thoughts_that_the_prompt_opens_are_free_and_what_follows_is_bound(server):
+    body = {"chat_template_kwargs": {"opened": True}, "response_format": FORM, "max_tokens": 200}
+    for fields in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}):
+        answer = ask(server, user="{ Hm. <tool_call> }</think>\n\nWell.", **body, **fields)[1]
+        message = answer["choices"][0]["message"]
+        assert message["reasoning_content"] == "{ Hm. <tool_call> }"
+        if "tool_choice" in fields:
+            assert message["tool_calls"]
+        else:
+            assert json.loads(message["content"])["answer"] in ANSWER["properties"]["answer"]["enum"]
 
 
 def test_items_of_earlier_responses_are_known_by_their_ids(server):
@@ -174,12 +171,11 @@ ALLOWED = {"type": "allowed_tools", "mode": "required"}
         (RESPONSES, {"type": "function", "name": "time"}, "time"),
         (RESPONSES, ALLOWED | {"tools": [{"type": "function", "name": "time"}]}, "time"),
         (RESPONSES, ALLOWED | {"tools": [SHELL, {"type": "mcp"}]}, None),
-        (CHAT, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
-            {"type": "function", "function": {"name": "time"}}]}}, "time"),
+        (CHAT, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOLS[1]]}}, "time"),
         (CHAT, {"type": "required"}, "weather"),
         (CHAT, {"type": "auto"}, "weather"),
     ],
-)  # fmt: skip
+)
 def test_a_choice_may_be_an_object(server, path, choice, name):
     tools = [*FLAT, SHELL] if path == RESPONSES else TOOLS
     given = {"input": "?"} if path == RESPONSES else {}
@@ -188,12 +184,6 @@ def test_a_choice_may_be_an_object(server, path, choice, name):
     message = found["output"] if path == RESPONSES else found["choices"][0]["message"]["tool_calls"]
     calls = [call.get("function", call) for call in message]
     assert calls and {call.get("name") for call in calls} <= {name}
-
-
-def test_a_choice_that_allows_nothing_is_refused(server):
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "nobody"}]}
-    status, refused = ask(server, RESPONSES, input="?", tools=FLAT, tool_choice=choice)
-    assert status == 400 and "nobody" in refused["error"]["message"]
 
 
 # --- fields ---
@@ -237,34 +227,7 @@ def test_fields_that_change_nothing_are_not_looked_at(server):
         {"role": "user", "content": "?"},
     ]  # fmt: skip
     status, found = ask(server, RESPONSES, input=turns, user="yes", **more)
-    assert status == 200 and found["output"][0]["content"][0]["text"] == "yes"
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (CHAT, {"audio": {"voice": "a"}}, "audio"),
-        (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
-        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-        (CHAT, {"guided_json": {}}, "guided_json"),
-        (CHAT, {"stop_token_ids": [3]}, "stop_token_ids"),
-        (CHAT, {"best_of": 2}, "best_of"),
-        (CHAT, {"prompt": "a"}, "prompt"),
-        (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "a"}}, *ASKED]}, "messages.0.audio"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
-        ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of"),
-        ("/v1/completions", {"prompt": "a", "response_format": FORM}, "response_format"),
-        (RESPONSES, {"input": "?", "n": 2}, "n"),
-        (RESPONSES, {"input": "?", "top_logprobs": 2}, "top_logprobs"),
-        (RESPONSES, {"input": "?", "max_tokens": 2}, "max_tokens"),
-        (RESPONSES, {"input": "?", "background": True}, "background"),
-        (RESPONSES, {"input": "?", "conversation": "conv_1"}, "conversation"),
-        (RESPONSES, {"input": "?", "prompt": {"id": "pmpt_1"}}, "prompt"),
-    ],
-)
-def test_a_field_that_changes_the_answer_is_refused_by_name(server, path, fields, param):
-    status, refused = ask(server, path, **fields)
-    assert status == 400 and refused["error"]["param"] == param and param.split(".")[-1] in refused["error"]["message"]
+    assert status == 200 and found["output"][0]["content"][0]["text"] == "yes" and found["created_at"] > 1.7e9
 
 
 def test_settings_of_chats_are_those_of_responses(server):
@@ -290,30 +253,24 @@ def test_an_image_in_a_tools_result_is_told_in_words(server):
 # --- lengths ---
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": "a" * 1300}], "max_tokens": 7}, "messages"),
-        ("/v1/completions", {"prompt": "a" * 1300, "max_tokens": 7}, "prompt"),
-        (RESPONSES, {"input": "a" * 1300, "max_output_tokens": 7}, "input"),
-    ],
-)
-def test_a_prompt_that_is_too_long_is_refused_in_openais_words(server, path, body, param):
-    status, answer = ask(server, path, **body)
-    error = answer["error"]
-    assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "context_length_exceeded")
-    assert error["param"] == param and "maximum context length is 1200 tokens" in error["message"]
-    numbers = [int(word.strip("(")) for word in error["message"].split() if word.strip("(").isdigit()]
-    assert numbers == [1200, numbers[2] + 7, numbers[2], 7] and numbers[2] >= 1300
-
-
-def test_a_streamed_response_that_is_too_long_fails_in_the_stream(server):
-    """As OpenAI's do: Codex looks for it there, and shortens the conversation."""
-    events = list(server.client().responses.create(model="tiny", input="a" * 1300, stream=True))
+def test_a_prompt_that_is_too_long_is_refused_in_openais_words(server):
+    long = "a" * 1300
+    for path, body, param in (
+        (CHAT, {"messages": [{"role": "user", "content": long}], "max_tokens": 7}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": long}], "max_tokens": 7, "stream": True}, "messages"),
+        ("/v1/completions", {"prompt": long, "max_tokens": 7}, "prompt"),
+        (RESPONSES, {"input": long, "max_output_tokens": 7}, "input"),
+    ):
+        status, answer = ask(server, path, **body)
+        error = answer["error"]
+        assert (status, error["type"], error["code"]) == (400, "invalid_request_error", "context_length_exceeded")
+        assert error["param"] == param and "maximum context length is 1200 tokens" in error["message"]
+        numbers = [int(word.strip("(")) for word in error["message"].split() if word.strip("(").isdigit()]
+        assert numbers == [1200, numbers[2] + 7, numbers[2], 7] and numbers[2] >= 1300
+    # A streamed response fails in the stream, as OpenAI's do: Codex looks for it there.
+    events = list(server.client().responses.create(model="tiny", input=long, stream=True))
     assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
     assert events[-1].response.error.code == "context_length_exceeded"
-    status, answer = server.http(CHAT, {"messages": [{"role": "user", "content": "a" * 1300}], "stream": True})
-    assert status == 400 and json.loads(answer)["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -336,8 +293,3 @@ def test_usage_of_several_prompts_is_their_sum(server, n, stream):
     assert together["completion_tokens"] == 8 * n
     details = [each["prompt_tokens_details"]["cached_tokens"] for each in (together, *apart)]
     assert details[0] == sum(details[1:]) > 0
-
-
-def test_objects_say_when_they_were_made(server):
-    assert json.loads(server.http("/v1/models")[1])["data"][0]["created"] > 1.7e9
-    assert ask(server, RESPONSES, input="?", user="yes")[1]["created_at"] > 1.7e9

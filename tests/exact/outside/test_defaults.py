@@ -92,19 +92,16 @@ def test_methods_under_other_defaults(methods: SpeculatorsByMethod, method: str,
         assert decoded(method, methods.model, **options) == expected
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, "meta"])
-@pytest.mark.parametrize("family", ["gemma3", "recurrent", "bfloat16"])
-def test_models_are_hosted_under_other_defaults(family: str, kind: torch.dtype | str) -> None:
-    def model() -> Any:
-        if family == "recurrent":
-            return recurrent_model()
-        if family == "bfloat16":
-            return tiny_model(dtype=torch.bfloat16)
-        return tiny_model("gemma3")
+MODELS: dict[str, Any] = {
+    "windows": lambda: tiny_model("gemma3"), "recurrent": recurrent_model,
+    "half": lambda: tiny_model(dtype=torch.bfloat16),
+}  # fmt: skip
 
-    expected = decoded("prompt-lookup", model(), min_n=1)
+
+@pytest.mark.parametrize(("family", "kind"), zip(MODELS, ["meta", torch.bfloat16, torch.float64], strict=True))
+def test_models_are_hosted_under_other_defaults(family: str, kind: torch.dtype | str) -> None:
+    expected, other = decoded("prompt-lookup", MODELS[family](), min_n=1), MODELS[family]()
     assert expected[1]
-    other = model()
     with default(kind):
         assert decoded("prompt-lookup", other, min_n=1) == expected
 
@@ -113,22 +110,22 @@ def test_while_another_thread_loads_a_model_in_16_bits(tmp_path: Path) -> None:
     tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
     model = tiny_model(layers=4)
     expected = decoded("prompt-lookup", model, min_n=1)
-    done, loads = threading.Event(), [0]
+    done, loaded = threading.Event(), threading.Event()
 
     def load() -> None:
         while not done.is_set():
             torch.set_default_dtype(torch.bfloat16)  # as transformers does, for longer
             type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
             torch.set_default_dtype(torch.float32)
-            loads[0] += 1
+            loaded.set()
 
     thread = threading.Thread(target=load)
     thread.start()
     try:
-        for _ in range(12):
+        for _ in range(6):
             assert decoded("prompt-lookup", model, min_n=1) == expected
     finally:
         done.set()
         thread.join()
         torch.set_default_dtype(torch.float32)
-    assert loads[0]
+    assert loaded.is_set()

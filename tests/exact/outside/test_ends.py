@@ -60,37 +60,30 @@ def said(tokenizer, *, model=MODEL, prompt=PROMPT, text=TEXT, **settings):
     return drafted
 
 
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize(
-    "name",
-    ["<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>",
-     "<|end_of_text|>", "<|return|>", "<|call|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<turn|>",
-     "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"],
+ENDS = (
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>",
+    "<|end_of_text|>", "<|return|>", "<|call|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<turn|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>",
 )  # fmt: skip
-def test_known_ends_of_a_vocabulary_end_a_text(name, special):
-    result = said(vocabulary(name, special=special))
-    assert (result.finish_reason, result.token_ids, result.text) == ("eos", TEXT[:6], "bcabc")
 
 
-@pytest.mark.parametrize("name", ["<|im_start|>", "<tool_call>", "<|channel|>", "<|fim_prefix|>"])
-def test_other_special_tokens_do_not(name):
-    assert said(vocabulary(name)).token_ids == TEXT
-
-
-@pytest.mark.parametrize("name", ["</s>", "<eos>"])
-def test_names_that_may_be_words_end_a_text_where_they_are_special(name):
-    assert said(vocabulary(name)).finish_reason == "eos"
-    assert said(vocabulary(name, special=False)).token_ids == TEXT
-
-
-def test_the_end_of_a_part_of_a_message_is_none_where_messages_have_ends():
+def test_known_ends_of_a_vocabulary_end_a_text_and_other_special_tokens_do_not():
+    for i, name in enumerate(ENDS):
+        result = said(vocabulary(name, special=i % 2 > 0))
+        assert (result.finish_reason, result.token_ids, result.text) == ("eos", TEXT[:6], "bcabc"), name
+    for name in ("<|im_start|>", "<tool_call>", "<|channel|>", "<|fim_prefix|>"):
+        assert said(vocabulary(name)).token_ids == TEXT
+    for name in ("</s>", "<eos>"):  # they may be words where they are not special
+        assert said(vocabulary(name)).finish_reason == "eos"
+        assert said(vocabulary(name, special=False)).token_ids == TEXT
+    # The end of a part of a message is none where messages have ends.
     assert said(vocabulary("<|end|>", "<|return|>", "<|call|>")).token_ids == TEXT
     assert said(vocabulary("<|return|>", "<|call|>", "<|end|>")).token_ids == TEXT[:6]
-
-
-def test_no_ends_decode_on():
     result = said(vocabulary("<|im_end|>"), eos_token_ids=[])
     assert result.token_ids == TEXT and result.finish_reason == "length"
+    model = tiny_model(vocab=20)
+    model.generation_config.eos_token_id = [7, 11]
+    assert said(vocabulary("<tool_call>"), model=model).token_ids == TEXT[:6]
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -119,12 +112,6 @@ def test_ends_that_a_file_states_end_a_text(key, tmp_path):
     own = model.generate(ids, max_new_tokens=4, do_sample=False, logits_processor=[Says(text, 3)])
     assert own[0, 3:].tolist() == text[:3]  # the model's own generate ends there too
     assert said(tokenizer, model=model, prompt=[4, 5, 4], text=[4, 5, 0, 6]).token_ids == [4, 5, 0]  # <|endoftext|>
-
-
-def test_ends_of_the_generation_configuration_are_all_ends():
-    model = tiny_model(vocab=20)
-    model.generation_config.eos_token_id = [7, 11]
-    assert said(vocabulary("<tool_call>"), model=model).token_ids == TEXT[:6]
 
 
 def test_a_second_file_without_a_template_is_named_too(tmp_path, caplog):

@@ -68,17 +68,16 @@ def test_a_torn_line_is_written_over(kind, tmp_path):
 
 
 @each_kind
-@pytest.mark.parametrize("damage", ['{"id": ', "[1]", "\0", '"text"'])
-def test_a_damaged_line_is_named_and_nothing_is_cut(kind, damage, tmp_path):
+def test_a_damaged_line_is_named_and_nothing_is_cut(kind, tmp_path):
     path = tmp_path / "rows"
-    first = kind(path)
-    first.add(0)
+    kind(path).add(0)
     before = path.read_text()
-    path.write_text(before + damage + "\n" + before.splitlines()[-1] + "\n")
-    damaged = path.read_bytes()
-    with pytest.raises(CheckpointError, match=f"{path}:{len(before.splitlines()) + 1} "):
-        kind(path)
-    assert path.read_bytes() == damaged
+    for damage in ('{"id": ', "[1]", "\0", '"text"'):
+        path.write_text(before + damage + "\n" + before.splitlines()[-1] + "\n")
+        damaged = path.read_bytes()
+        with pytest.raises(CheckpointError, match=f"{path}:{len(before.splitlines()) + 1} "):
+            kind(path)
+        assert path.read_bytes() == damaged
 
 
 @each_kind

@@ -13,6 +13,13 @@ VERBS = (
     "batch", "bench", "bench acceptance", "bench length", "bench quality", "chat",
     "doctor", "export", "generate", "methods", "reproduce", "serve", "train", "train data",
 )  # fmt: skip
+WRONG = (
+    "genrate", "generate --promt x", "generate --max-tokens many", "serve --port 99999", "bench --data",
+    "chat --top-p 7", "train eagle4", "train data text.jsonl --out x --method longspec", "chat --method longspce",
+    "batch a b --method longspce", "serve -o branchs=2", "generate -p x --method longspce", "generate -p x -o branches",
+    "generate -p x -o branchs=2", "generate -p x -o reduction=max",
+    "generate -p x --method prompt-lookup -o branches=many", "generate -p x --method eagle3 --tree-top-k 0",
+)  # fmt: skip
 
 
 def run(code: str) -> tuple[str, list[str]]:
@@ -21,45 +28,17 @@ def run(code: str) -> tuple[str, list[str]]:
     return done.stdout, done.stderr.splitlines()[-1].split()
 
 
-def command(*lines: str) -> tuple[list[int], list[str]]:
-    """Exit codes of command lines, and the heavy packages that they have loaded together."""
+def test_help_the_version_and_errors_of_words():
+    fine = ("--version", "--help", *(f"{verb} --help" for verb in VERBS))
     code = f"""
 import io
 from contextlib import redirect_stderr, redirect_stdout
 from longdraft.cli.main import main
 with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
-    codes = [main(line.split()) for line in {lines!r}]
+    codes = [main(line.split()) for line in {fine + WRONG!r}]
 print(*codes)"""
     printed, heavy = run(code)
-    return [*map(int, printed.split())], heavy
-
-
-def test_help_of_every_verb_and_the_version():
-    lines = ("--version", "--help", *(f"{verb} --help" for verb in VERBS))
-    assert command(*lines) == ([0] * len(lines), [])
-
-
-def test_errors_of_words():
-    lines = (
-        "genrate",
-        "generate --promt x",
-        "generate --max-tokens many",
-        "serve --port 99999",
-        "bench --data",
-        "chat --top-p 7",
-        "train eagle4",
-        "train data text.jsonl --out x --method longspec",
-        "chat --method longspce",
-        "batch a b --method longspce",
-        "serve -o branchs=2",
-        "generate -p x --method longspce",
-        "generate -p x -o branches",
-        "generate -p x -o branchs=2",
-        "generate -p x -o reduction=max",
-        "generate -p x --method prompt-lookup -o branches=many",
-        "generate -p x --method eagle3 --tree-top-k 0",
-    )
-    assert command(*lines) == ([2] * len(lines), [])
+    assert [*map(int, printed.split())] == [0] * len(fine) + [2] * len(WRONG) and heavy == []
 
 
 def test_the_package_is_imported_when_it_is_used():

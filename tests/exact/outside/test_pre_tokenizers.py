@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import cycle
 
 import pytest
 from tokenizers import pre_tokenizers
@@ -39,8 +40,7 @@ def loaded(folder, **options):
     return longdraft.load(folder / "a.gguf", device="cpu").tokenizer
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "family"), zip(RULES, cycle(["llama", "qwen2"]), strict=False))
 def test_words_are_those_of_the_rule_that_the_file_names(rule, family, tmp_path):
     tokenizer = loaded(tmp_path, family=family, pre=rule)
     assert "|".join(words(tokenizer, "a\n   1234 b's")).replace(" ", ".") == RULES[rule]

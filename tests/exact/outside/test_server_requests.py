@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 import urllib.request
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ pytest.importorskip("openai")
 
 from longdraft import Speculator
 from longdraft.serve.service import Service
-from tests.exact.outside.test_tools import IN_ROME, TAGGED, TOOLS, LedService
+from tests.exact.outside.test_tools import TAGGED, TOOLS, LedService
 from tests.serve.bytes import byte_model, byte_tokenizer
 from tests.serve.conftest import Running, make_service
 from tests.serve.over_http import wait_until
@@ -62,19 +61,17 @@ def prompt(server, **fields):
 # --- limits ---
 
 
-@pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}, {"max_tokens": 10**6}, {"max_completion_tokens": 32000}])
-def test_an_answer_has_the_room_that_is_left(server, limit):
-    status, answer = ask(server, ignore_eos=True, **limit)
-    assert status == 200 and answer["usage"]["total_tokens"] == 1200
-    assert answer["choices"][0]["finish_reason"] == "length"
-
-
-def test_a_servers_own_limit_is_a_bound_and_no_refusal():
-    with contextlib.closing(Running(led(max_tokens=7))) as server:
+def test_an_answer_has_the_room_that_is_left_or_the_servers_own_limit():
+    with contextlib.closing(Running(led(context=150))) as small:
+        for limit in ({}, {"max_tokens": -1}, {"max_tokens": 10**6}, {"max_completion_tokens": 32000}):
+            status, answer = ask(small, ignore_eos=True, **limit)
+            assert status == 200 and answer["usage"]["total_tokens"] == 150
+            assert answer["choices"][0]["finish_reason"] == "length"
+    with contextlib.closing(Running(led(max_tokens=7))) as limited:  # a bound and no refusal
         for limit in ({}, {"max_tokens": 500}, {"max_tokens": 3}):
             expected = min(7, limit.get("max_tokens", 7))
-            assert ask(server, ignore_eos=True, **limit)[1]["usage"]["completion_tokens"] == expected
-            found = ask(server, RESPONSES, input="?", max_output_tokens=limit.get("max_tokens"), user="a" * 60)[1]
+            assert ask(limited, ignore_eos=True, **limit)[1]["usage"]["completion_tokens"] == expected
+            found = ask(limited, RESPONSES, input="?", max_output_tokens=limit.get("max_tokens"), user="a" * 60)[1]
             assert found["usage"]["output_tokens"] == expected and found["status"] == "incomplete"
 
 
@@ -109,17 +106,12 @@ def pieces(path, answer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": ASKED, "ignore_eos": True, "user": "word " * 3000}),
-        ("/v1/completions", {"prompt": "?", "ignore_eos": True, "user": "word " * 3000}),
-        (RESPONSES, {"input": "?", "user": "word " * 3000}),
-    ],
-)
-def test_an_answer_that_takes_too_long_ends_with_what_was_written(hurried, path, body, stream):
-    options = {"stream_options": {"include_usage": True}} if path != RESPONSES else {}
-    status, answer = in_time(hurried, path, body | options | {"temperature": 0, "stream": stream})
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES])
+def test_an_answer_that_takes_too_long_ends_with_what_was_written(hurried, path, stream):
+    body = {"temperature": 0, "stream": stream, "user": "word " * 3000}
+    body |= {"messages": ASKED} if path == CHAT else {"prompt": "?"} if path != RESPONSES else {"input": "?"}
+    body |= {"stream_options": {"include_usage": True}, "ignore_eos": True} if path != RESPONSES else {}
+    status, answer = in_time(hurried, path, body)
     text, end, drafts = pieces(path, answer.decode())
     assert status == 200 and end in ("length", "incomplete") and len(text) > 10
     assert ("word " * 3000).startswith(text)
@@ -164,19 +156,7 @@ def test_a_response_is_read_back_with_its_calls_and_thoughts(server):
     assert done == ["message", "function_call"] and events[-1].type == "response.completed"
 
 
-def test_a_response_has_tools_and_formats_as_a_chat_has_them(server):
-    found = ask(server, RESPONSES, input="?", tools=[], user="no tool")[1]
-    assert found["output"][0]["content"][0]["text"] == "no tool"
-    named = {"type": "function", "name": "weather"}
-    found = ask(server, RESPONSES, input="?", tools=FLAT, tool_choice=named, user=IN_ROME)[1]
-    assert found["output"][0]["name"] == "weather"
-    form = {"type": "json_schema", "name": "n", "schema": {"type": "object", "properties": {"a": {"enum": [3]}},
-                                                           "required": ["a"]}}  # fmt: skip
-    found = ask(server, RESPONSES, input="?", text={"format": form})[1]
-    assert json.loads(found["output"][0]["content"][0]["text"]) == {"a": 3}
-
-
-# --- prefill and thoughts ---
+# --- prefill, tools and thoughts ---
 
 
 def test_a_last_message_of_the_assistants_is_continued(server):
@@ -192,6 +172,24 @@ def test_a_last_message_of_the_assistants_is_continued(server):
     for wrong in ({"messages": ASKED}, {"messages": begun, "add_generation_prompt": True}):
         status, refused = ask(server, continue_final_message=True, **wrong)
         assert status == 400 and refused["error"]["param"] == "continue_final_message"
+
+
+def test_a_template_without_tools_gets_them_in_words_and_one_with_tools_gets_objects(server):
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": '{"zone": "CET"}'}}
+    history = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]},
+               {"role": "tool", "content": "12:00", "tool_call_id": "1"}]  # fmt: skip
+    shown = prompt(server, messages=history, tools=TOOLS)
+    assert shown.startswith("<system>") and '"place"' in shown.partition("<user>")[0]
+    assert '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>' in shown
+    assert "<user><tool_response>12:00</tool_response>" in shown
+    written = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.zone }}{% endfor %}"
+    written += "{% endfor %}{{ tools | map(attribute='type') | list }}"
+    knows = make_service(MODEL, byte_tokenizer(written), slots=1, context=1200)
+    with contextlib.closing(Running(knows)) as other:
+        assert prompt(other, messages=history, tools=TOOLS) == "CET['function', 'function']"
+    # Text that is no JSON is passed on.
+    call["function"]["arguments"] = "{broken"
+    assert "{broken" in prompt(server, messages=history)
 
 
 def test_templates_are_told_what_to_do_about_thoughts(server):
@@ -242,15 +240,14 @@ def test_others_are_answered_while_a_request_is_prepared():
             (CHAT, {"messages": ASKED, "response_format": {"type": "json_object", "schema": many}, "max_tokens": 9}),
             (CHAT, {"messages": [{"role": "user", "content": words}]}),
         ]
-        statuses, longest = [], 0.0
+        statuses, answered = [], 0
         threads = [threading.Thread(target=lambda p=p, b=b: statuses.append(server.http(p, b)[0])) for p, b in large]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            begun = time.monotonic()
             assert server.http("/health")[0] == 200
-            longest = max(longest, time.monotonic() - begun)
-        assert sorted(statuses) == [200, 200, 400, 400] and longest < 2  # the schema is too much for a grammar
+            answered += len(statuses) < 4
+        assert sorted(statuses) == [200, 200, 400, 400] and answered > 9  # the schema is too much for a grammar
 
 
 def test_preparing_a_request_has_a_limit_of_time():
@@ -262,24 +259,14 @@ def test_preparing_a_request_has_a_limit_of_time():
 def test_a_stream_says_that_it_lives_while_nothing_comes():
     """Of several texts, as a busy machine may read one of them between two looks."""
     with contextlib.closing(Running(led(sse_ping_interval=0.0005, slots=1))) as server:
-        for path, count in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens")):
+        for path, field, count in ((CHAT, "messages", "max_tokens"), (RESPONSES, "input", "max_output_tokens")):
             comments: list[str] = []
             for letter in "abcdefgh":
-                said = (
-                    {"messages": [{"role": "user", "content": letter * 900}]}
-                    if path == CHAT
-                    else {"input": letter * 900}
-                )
-                lines = server.http(path, {"stream": True, "method": "ar", count: 30} | said)[1].decode().splitlines()
+                body = {field: [{"role": "user", "content": letter * 900}], count: 30, "stream": True, "method": "ar"}
+                lines = server.http(path, body)[1].decode().splitlines()
                 assert lines[-2].startswith("data: ")
                 comments += [line for line in lines if line.startswith(":") and " of " in line]
             assert comments
-
-
-def test_a_page_is_told_of_a_prompt_before_it_is_read(server):
-    body = {"messages": ASKED, "stream": True, "stream_options": {"include_trace": True}, "max_tokens": 2}
-    first = json.loads(server.http(CHAT, body)[1].decode().splitlines()[0][6:])
-    assert first["trace"] == {"phase": "prefill", "read": 0, "of": len(TOKENIZER(prompt(server))["input_ids"])}
 
 
 # --- mistakes ---
@@ -293,58 +280,62 @@ def part(kind):
 
 # Path, fields, what the error names: the field, and of content that is no text its kind.
 MISTAKES = [
-    (CHAT, {"audio": {}}, "audio", ""),
+    # Fields that would change the answer.
+    (CHAT, {"audio": {"voice": "a"}}, "audio", "audio"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities", "modalities"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions", "functions"),
+    (CHAT, {"guided_json": {}}, "guided_json", "guided_json"),
+    (CHAT, {"stop_token_ids": [3]}, "stop_token_ids", "stop_token_ids"),
+    (CHAT, {"best_of": 2}, "best_of", "best_of"),
+    (CHAT, {"prompt": "a"}, "prompt", "prompt"),
+    (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "a"}}, *ASKED]}, "messages.0.audio", "audio"),
+    ("/v1/completions", {"prompt": "a", "best_of": 3}, "best_of", "best_of"),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", ""),
+    (RESPONSES, {"input": "?", "n": 2}, "n", "n"),
+    (RESPONSES, {"input": "?", "top_logprobs": 2}, "top_logprobs", "top_logprobs"),
+    (RESPONSES, {"input": "?", "max_tokens": 2}, "max_tokens", "max_tokens"),
+    (RESPONSES, {"input": "?", "background": True}, "background", "background"),
+    (RESPONSES, {"input": "?", "conversation": "conv_1"}, "conversation", "conversation"),
+    (RESPONSES, {"input": "?", "prompt": {"id": "pmpt_1"}}, "prompt", "prompt"),
+    (RESPONSES, {"input": "?", "tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "nobody"}]}}, None, "nobody"),
+    # And values that cannot be.
     (CHAT, {"temperature": 3}, "temperature", ""),
-    (CHAT, {"temperature": float("nan")}, None, ""),
     (CHAT, {"n": 99}, "n", ""),
     (CHAT, {"max_tokens": 0}, "max_tokens", ""),
     (CHAT, {"messages": []}, "messages", ""),
-    (CHAT, {"messages": [{"role": "user", "content": "a" * 1300}]}, "messages", "1200"),
     (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "messages.0.role", "nobody"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, None, ""),
     (CHAT, {"messages": part("image_url")}, "messages.0.content.0.type", "image_url"),
-    (CHAT, {"stop": "\ud800"}, None, ""),
-    (CHAT, {"model": "\ud800"}, None, ""),
     (CHAT, {"method": "nonsense"}, "method", "nonsense"),
     (CHAT, {"logit_bias": {"999": 1}}, "logit_bias", "999"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", ""),
     (CHAT, {"metadata": {"a": DEEP}}, None, ""),
-    (CHAT, {"chat_template_kwargs": {"enable_thinking": DEEP}}, None, ""),
     (CHAT, {"tools": TOOLS, "tool_choice": "sometimes"}, None, "sometimes"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, None, "nobody"),
-    (CHAT, {"tools": TOOLS, "tool_choice": {"function": None}}, None, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"function": {"name": None}}}, None, "tool_choice"),
-    (CHAT, {"tools": [{"type": "function", "function": None}]}, None, "tools"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": 3}}]}, None, "tools"),
-    (CHAT, {"tools": [{"type": {"a": 1}}]}, None, "tools"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": {"a": 1}, "format": 3}}]}, None, "tools"),
-    (CHAT, {"tools": TOOLS, "tool_choice": {"type": ["a"]}}, None, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": 7}}, None, "tool_choice"),
     (CHAT, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": {"a": 1}, "tools": FLAT}}, None, "tool"),
     (RESPONSES, {"input": [{"type": ["a"]}, 3]}, "input.0.type", ""),
     (RESPONSES, {"input": "?", "tools": [{"type": ["a"]}], "tool_choice": "required"}, None, "tool"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 3}}]}, None, "tools"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": DEEP}}}]}, None, ""),
-    (CHAT, {"response_format": {"type": None}}, None, "response_format"),
     (CHAT, {"response_format": {"type": "xml"}}, None, "xml"),
-    (CHAT, {"response_format": {"type": "json_schema"}}, None, "json_schema"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": None}}, None, "json_schema"),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, None, "json_schema"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, None, "schema"),
     (RESPONSES, {"input": []}, "input", ""),
     (RESPONSES, {"input": part("input_image")}, "input.0.content.0.type", "input_image"),
     (RESPONSES, {"input": [{"type": "item_reference"}]}, None, "item_reference"),
     (RESPONSES, {"input": [{"type": "reasoning"}, {"type": "message"}]}, None, "message"),
     (RESPONSES, {"input": [{"type": "function_call"}]}, None, "function_call"),
-    (RESPONSES, {"input": part("input_file")}, "input.0.content.0.type", "input_file"),
     (RESPONSES, {"input": "?", "tools": [{"type": "web_search"}], "tool_choice": "required"}, None, "tools"),
     (RESPONSES, {"input": "?", "tools": TOOLS}, None, "tools"),
     (RESPONSES, {"input": "?", "tools": FLAT, "tool_choice": {"type": "web_search"}}, None, "tool_choice"),
     (RESPONSES, {"input": "?", "text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
-    (RESPONSES, {"input": "?", "metadata": {"a": DEEP}}, None, ""),
     (RESPONSES, {"input": "?", "previous_response_id": "resp_1"}, "previous_response_id", ""),
     ("/v1/completions", {"prompt": []}, "prompt", "empty"),
-    ("/v1/completions", {"prompt": ["a", ""]}, "prompt", "empty"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, None, "suffix"),
     ("/v1/completions", {"prompt": [[]]}, "prompt", "empty"),
     ("/v1/completions", {"prompt": [10**9]}, "prompt", ""),
@@ -361,20 +352,17 @@ def test_a_clients_mistake_is_a_400_and_the_next_request_is_served(server, path,
     assert param in (None, error["param"]) and server.http("/health")[0] == 200
 
 
-@pytest.mark.parametrize("levels", [90, 400, 700, 950, 5000, 200_000])
-def test_a_deep_body_is_refused_whole(server, levels):
-    body = b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "metadata": {"a": '
-    body += b"[" * levels + b"]" * levels + b"}}"
-    assert server.http(CHAT, body)[0] == (200 if levels < 96 else 400)
-
-
-@pytest.mark.parametrize("body", [b"\xff\xfe", b'"text"', b"[]", b"3", b'{"temperature": 1e999}', b""])
-def test_a_body_that_is_no_object_is_a_400(server, body):
-    assert server.http(CHAT, body)[0] == 400
+def test_a_body_that_is_deep_or_no_object_is_a_400(server):
+    for levels in (90, 400, 700, 950, 5000, 200_000):
+        body = b'{"messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "metadata": {"a": '
+        body += b"[" * levels + b"]" * levels + b"}}"
+        assert server.http(CHAT, body)[0] == (200 if levels < 96 else 400)
+    for body in (b"\xff\xfe", b'"text"', b"[]", b"3", b'{"temperature": 1e999}', b""):
+        assert server.http(CHAT, body)[0] == 400
 
 
 def test_empty_or_odd_forms_that_mean_nothing_are_served(server):
-    assert ask(server, RESPONSES, input="?", text={"format": None}, user="yes")[0] == 200
+    assert ask(server, RESPONSES, input="?", text={"format": None}, tools=[], user="yes")[0] == 200
     assert ask(server, tools=[], tool_choice="none", user="yes")[0] == 200
     kept = [{"type": "text", "text": "?", "cache_control": {"type": "ephemeral"}}]
     assert ask(server, messages=[{"role": "user", "content": kept}], user="yes")[0] == 200
@@ -403,12 +391,3 @@ def test_paths_and_headers_that_are_nearly_right_say_what_is(server):
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request)
     assert refused.value.code == 415 and "Content-Type" in json.loads(refused.value.read())["error"]["message"]
-
-
-def test_a_busy_server_says_later_and_never_says_later_for_ever():
-    with contextlib.closing(Running(led(slots=1, queue=2))) as server:
-        assert ask(server, n=3, max_tokens=2)[0] == 200
-        assert ask(server, n=4, max_tokens=2)[0] == 400
-        with server.chat(ASKED, stream=True, max_tokens=900, extra_body={"ignore_eos": True}) as stream:
-            next(iter(stream))
-            assert ask(server, n=3, max_tokens=2)[0] == 429

@@ -91,85 +91,62 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_only_the_assistants_turns_are_learned(form, tmp_path):
-    found, skipped = read([FORMS[form]], tmp_path=tmp_path)
-    assert not skipped
-    assert found == [
-        ["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>", "\n<|user|>and?<|end|>\n<|assistant|>", "no<|end|>"]
-    ]
+PAIRS = [
+    {"prompt": "hi", "response": "yes"}, {"prompt": "hi", "completion": "yes"}, {"question": "hi", "answer": "yes"},
+    {"instruction": "hi", "output": "yes", "input": ""}, {"prompt": "hi", "answer": "yes", "id": 3},
+    {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yes"}]},
+    {"text": None, "messages": None, "tokens": None, "prompt": "hi", "response": "yes"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "hi", "response": "yes"}, {"prompt": "hi", "completion": "yes"}, {"question": "hi", "answer": "yes"},
-        {"instruction": "hi", "output": "yes", "input": ""}, {"prompt": "hi", "answer": "yes", "id": 3},
-        {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "yes"}]},
-        {"text": None, "messages": None, "tokens": None, "prompt": "hi", "response": "yes"},
-    ],
-)  # fmt: skip
-def test_pairs(row, tmp_path):
-    assert read([row], tmp_path=tmp_path)[0] == [["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>"]]
-    with_system = read([row | {"system": "be brief"}], tmp_path=tmp_path)[0]
-    assert with_system == [["<|system|>be brief<|end|>\n<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>"]]
-
-
-def test_an_instruction_with_its_input(tmp_path):
-    (found,), _ = read([{"instruction": "count", "input": "a b", "output": "2"}], tmp_path=tmp_path)
-    assert found == ["<|user|>count\n\na b<|end|>\n<|assistant|>", "2<|end|>"]
-
-
-def test_a_question_with_its_context(tmp_path):
+def test_only_the_assistants_turns_are_learned_whatever_the_form(tmp_path):
+    turns = ["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>", "\n<|user|>and?<|end|>\n<|assistant|>", "no<|end|>"]
+    assert read(FORMS.values(), tmp_path=tmp_path) == ([turns] * len(FORMS), {})
+    assert read(PAIRS, tmp_path=tmp_path)[0] == [turns[:2]] * len(PAIRS)
+    system = [row | {"system": "be brief"} for row in PAIRS]
+    assert read(system, tmp_path=tmp_path)[0] == [["<|system|>be brief<|end|>\n" + turns[0], turns[1]]] * len(PAIRS)
+    # An instruction with its input, questions with their context, and one without an answer.
+    count = {"instruction": "count", "input": "a b", "output": "2"}
     squad = {"context": "a b", "question": "first?", "answers": {"text": ["a", "b"], "answer_start": [0, 2]}}
     dolly = {"context": "a b", "instruction": "first?", "response": "a", "category": "closed_qa"}
     none = squad | {"answers": {"text": [], "answer_start": []}}
-    found, skipped = read([squad, dolly, none], tmp_path=tmp_path)
-    assert found == [["<|user|>a b\n\nfirst?<|end|>\n<|assistant|>", "a<|end|>"]] * 2
-    assert sum(skipped.values()) == 1
+    found, skipped = read([count, squad, dolly, none], tmp_path=tmp_path)
+    assert found[0] == ["<|user|>count\n\na b<|end|>\n<|assistant|>", "2<|end|>"]
+    assert found[1:] == [["<|user|>a b\n\nfirst?<|end|>\n<|assistant|>", "a<|end|>"]] * 2 and skipped.total() == 1
 
 
-def thought(inside: bool, *, turns: int = 1, cut: bool = False):
-    """Chats whose answers have a thought, in a field of its own or inside of the answer."""
+def thought(inside: bool, *, turns: int = 1, **more):
+    """A chat whose answers have a thought, in a field of its own or inside of the answer."""
     said = {"content": "<think>\nwell\n</think>\n\nyes"} if inside else {"content": "yes", "reasoning_content": "well"}
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **said}] * turns
-    return {"messages": messages} | ({"cut": True} if cut else {})
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", **said}] * turns, **more}
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_thoughts_are_learned_as_the_model_wrote_them(inside, tmp_path):
-    dropped = ["<|user|>hi<|end|>\n<|assistant|><think>\n", "well\n</think>\n\nyes<|end|>"]
+    """Those of earlier turns as the template shows them; an end that was cut off is not learned."""
+    asked, dropped = "<|user|>hi<|end|>\n<|assistant|>", "well\n</think>\n\nyes<|end|>"
     shown = ["<|user|>\nhi<|end|>\n<|assistant|>\n", "<think>\nwell\n</think>\n\nyes<|end|>"]
-    assert read([thought(inside)], DROPS, tmp_path)[0] == [dropped]
-    assert read([thought(inside)], SHOWS, tmp_path)[0] == [shown]
-    # An end that was cut off is not learned.
-    assert read([thought(inside, cut=True)], DROPS, tmp_path)[0] == [[dropped[0], dropped[1].removesuffix("<|end|>")]]
-    # Earlier turns are learned as the template shows them.
-    before = ["<|user|>hi<|end|>\n<|assistant|>", "yes<|end|>", "\n<|user|>hi<|end|>\n<|assistant|><think>\n"]
-    assert read([thought(inside, turns=2)], DROPS, tmp_path)[0] == [[*before, dropped[1]]]
-    before = ["<|user|>\nhi<|end|>\n<|assistant|>\n", "yes<|end|>", "\n<|user|>\nhi<|end|>\n<|assistant|>\n"]
-    assert read([thought(inside, turns=2)], SHOWS, tmp_path)[0] == [[*before, shown[1]]]
+    for row, template, expected in (
+        (thought(inside), DROPS, [asked + "<think>\n", dropped]),
+        (thought(inside), SHOWS, shown),
+        (thought(inside, cut=True), DROPS, [asked + "<think>\n", dropped.removesuffix("<|end|>")]),
+        (thought(inside, turns=2), DROPS, [asked, "yes<|end|>", f"\n{asked}<think>\n", dropped]),
+        (thought(inside, turns=2), SHOWS, [shown[0], "yes<|end|>", "\n" + shown[0], shown[1]]),
+    ):
+        assert read([row], template, tmp_path)[0] == [expected]
 
 
-def test_thoughts_in_a_templates_own_way(tmp_path):
-    own = SIMPLE.replace(
-        "{{ m.content }}", "{% if m.thinking %}[THINK]{{ m.thinking }}[/THINK]{% endif %}{{ m.content }}"
-    )
+def test_other_thoughts(tmp_path):
+    """In a template's own way; none where the prompt opens one; and one that was cut off."""
+    own = SIMPLE.replace("{{ m.content }}", "{% if m.thinking %}[{{ m.thinking }}]{% endif %}{{ m.content }}")
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thinking": "well"}]}
-    assert read([row], own, tmp_path)[0][0][1] == "[THINK]well[/THINK]yes<|end|>"
+    assert read([row], own, tmp_path)[0][0][1] == "[well]yes<|end|>"
     found, skipped = read([row], SIMPLE, tmp_path)
     assert not found and "with reasoning that the chat template does not show" in str(skipped)
-
-
-def test_answers_without_a_thought_are_kept_where_the_prompt_opens_one(tmp_path):
     found, skipped = read([FORMS["messages"]], DROPS, tmp_path)
     assert not skipped and found[0][1::2] == ["yes<|end|>", "no<|end|>"]
-
-
-def test_a_thought_that_was_cut_off(tmp_path):
-    row = {"messages": [{"role": "user", "content": "hi"},
-                        {"role": "assistant", "content": "", "reasoning_content": "wel"}], "cut": True}  # fmt: skip
-    assert read([row], DROPS, tmp_path)[0] == [["<|user|>hi<|end|>\n<|assistant|><think>\n", "wel"]]
+    row["messages"][1] = {"role": "assistant", "content": "", "reasoning_content": "wel"}
+    assert read([row | {"cut": True}], DROPS, tmp_path)[0] == [["<|user|>hi<|end|>\n<|assistant|><think>\n", "wel"]]
 
 
 # The last answer ends in a way of its own (gpt-oss, Phi-3); the system prompt stands before a last question (Mistral).
@@ -268,8 +245,7 @@ def split(rows, tmp_path, kind=RunConfig, **over):
 SYSTEM, OTHER = "You are a helpful assistant who answers in plain words. " * 5, "You are terse. " * 30
 
 
-@pytest.mark.parametrize("systems", [[SYSTEM], [SYSTEM, OTHER]])
-@pytest.mark.parametrize("kind", [RunConfig, LmConfig])
+@pytest.mark.parametrize(("systems", "kind"), [([SYSTEM], RunConfig), ([SYSTEM, OTHER], LmConfig)])
 def test_a_system_prompt_of_all_rows_does_not_decide_the_split(systems, kind, tmp_path):
     rows = [row for system in systems for row in rows_with(system, 400 // len(systems))]
     learned, held_out = split(rows, tmp_path, kind, held_out=0.1)
@@ -313,15 +289,12 @@ def test_a_servers_thoughts_and_settings_are_kept_in_the_rows(tmp_path):
             self.reply({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
         def reply(self, body):
-            sent = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(sent)))
             self.end_headers()
-            self.wfile.write(sent)
+            self.wfile.write(json.dumps(body).encode())
 
-        def log_message(self, *words):
-            pass
+        def log_message(self, *words): ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A draft on the hub: its card, and fetching, against a small hub of this process."""
+"""Models and drafts on the hub: cards, and fetching, against a small hub of this process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard, constants, metadata_load
 
-from longdraft import Speculator
+from longdraft import Speculator, load
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts import hub, shipped
 from longdraft.errors import CheckpointError
 from longdraft.model.load.embedded import EMBEDDED_ID
 from longdraft.registry import kind_of
 from tests.support.drafts import random_draft
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_folder, tiny_model
 
 ID, COMMIT = "made-up/draft", "0123456789abcdef0123456789abcdef01234567"
 
@@ -38,8 +38,8 @@ class Hub(BaseHTTPRequestHandler):
                      for n, x in self.repositories[name].items()]  # fmt: skip
             return self.reply(files if "/tree/" in path else {"id": name, "sha": COMMIT, "siblings": files})
         name, _, file = path.partition(f"/resolve/{COMMIT}/")
-        if name not in self.repositories:
-            return self.reply({"error": "not found"}, 404)
+        if file not in self.repositories.get(name, ()):
+            return self.reply({"error": "not found"}, 404, {"X-Error-Code": "EntryNotFound"})
         return self.reply(self.repositories[name][file], 200, {"ETag": f'"{file}"', "X-Repo-Commit": COMMIT})
 
     do_HEAD = do_GET
@@ -121,3 +121,21 @@ def test_used_by_its_id(folder, online):
     )
     assert by_id.token_ids == by_folder.token_ids == plain.token_ids and by_id.drafted > by_id.accepted
     assert LongSpecDraft.load(ID).config == LongSpecDraft.load(folder).config
+
+
+def test_a_model_by_its_id_out_of_the_hub_and_then_out_of_the_cache(online, client, tmp_path):
+    folder = tiny_folder(tmp_path / "model", context=512)
+    online.repositories["made-up/model"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def text(model):
+        (result,) = Speculator("prompt-lookup", *load(model, device="cpu")).generate("ship, ship, ship")
+        assert result.rounds > 0
+        return result.token_ids
+
+    expected = text(folder)
+    assert text("made-up/model") == expected
+    online.repositories.clear()
+    client.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert text("made-up/model") == expected
+    with pytest.raises(CheckpointError, match="made-up/another"):
+        load("made-up/another")
