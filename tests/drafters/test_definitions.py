@@ -106,7 +106,7 @@ def dflash(
 ) -> Row:
     config = config or {}
     first = 0 if config.get("sample_from_anchor") else 1
-    settings = {"first": first} | settings
+    settings = {"first": first, "candidates": config.get("selector_top_k", 11)} | settings
 
     def write(folder: Path, model: Any) -> Path:
         tensors = published.dflash_tensors(**sizes)
@@ -147,6 +147,7 @@ def peagle(
 COVERING = {"retrieval": True, "tree": "dynamic", "chunk": 2, "chunks": 60, "refresh": 2, "sink": 2, "recent": 4}
 AUX = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}  # what enters the layers that the definitions read
 SLIDING = LAYER | {"sliding_window": 5, "use_sliding_window": True}
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 11}
 IDS = {"target_layer_ids": [1, 2, 4], "mask_token_id": MASK}
 ANCHOR = {"markov_rank": 6, "sample_from_anchor": True}
 llama = published.eagle3_layer
@@ -220,6 +221,19 @@ ROWS = {
     "dspark kept": dflash({"rank": 6, "kept": KEPT}, "dspark", ANCHOR),
     "dspark from the first mask": dflash({"rank": 6}, "dspark", {"markov_rank": 6, "sample_from_anchor": False}),
     "dspark without head": dflash({}, "dspark", {"markov_rank": 0, "sample_from_anchor": True}),
+    "dflash2": dflash(
+        {"conv": (2, 16), "selector": 6}, "dflash2",
+        {"selector_rank": 6, "selector_top_k": 11, "sliding_window_non_causal": True},
+    ),
+    "dflash2 of few candidates": dflash(
+        {"conv": (3, 8), "selector": 6}, "dflash2",
+        {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4},
+    ),
+    "dflash2 of its authors": dflash(
+        {"conv": (2, 16), "selector": 6},
+        config={"architectures": ["DFlash2DraftModel"], "selector_top_k": 11, "dflash_config": IDS | SELECTOR},
+        authors=True,
+    ),
     "dflash of its authors": dflash({}, config={"dflash_config": IDS}, authors=True),
     "dflash nested": dflash({}, config={"block_size": "drop", "dflash_config": {"block_size": 4, **IDS}}, authors=True),
     "dflash mask": dflash(

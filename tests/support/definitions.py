@@ -348,11 +348,25 @@ def peagle(
     return parallel_draft(rows_of)
 
 
+def _convolved(w: Weights, at: str, x: torch.Tensor, side: int, chosen_by: torch.Tensor) -> torch.Tensor:
+    """DFlash 2's convolution over a block, whose kernel depends on each token."""
+    if f"{at}.base_kernel" not in w:
+        return x
+    base, out = w[f"{at}.base_kernel"][side], torch.zeros_like(x)
+    deltas = (chosen_by @ w[f"{at}.kernel_projection.weight"].T).view(len(x), 2, len(base), -1)[:, side]
+    for row in range(len(x)):
+        for tap in range(min(len(base), row + 1)):
+            delta = deltas[row, tap].repeat_interleave(x.shape[1] // deltas.shape[-1])
+            out[row] += (base[tap] + delta) * x[row - tap]
+    return out
+
+
 def dflash(
-    model: Any, w: Weights, block: int = 4, first: int = 1,
+    model: Any, w: Weights, block: int = 4, first: int = 1, candidates: int = 11,
     windows: tuple[Any, ...] = (None, None), causal: tuple[bool, ...] = (False, False), window: int | None = None,
 ) -> DraftLogprobs:  # fmt: skip
-    """DFlash: a block of mask tokens with bidirectional attention to itself and to the text's features; DSpark's heads.
+    """DFlash: a block of mask tokens that attends to itself in both directions, and to the features of the text.
+    DFlash 2 convolves the block; its selector and DSpark's head correct the logits.
 
     Args:
         first: index of the token that predicts the first level.
@@ -372,18 +386,25 @@ def dflash(
             seen = torch.ones(block, block, dtype=torch.bool)
             near = torch.arange(len(c)) >= len(c) - min(windows[i] or len(c), window or len(c))
             seen = torch.cat([near.expand(block, -1), seen.tril() if causal[i] else seen], 1)
-            x = x + attention(w, f"{at}self_attn.", n, 12, places, seen, context=c)
+            convolved = _convolved(w, f"{at}attention_conv", n, 0, n)
+            out = attention(w, f"{at}self_attn.", convolved, 12, places, seen, context=c)
+            x = x + _convolved(w, f"{at}attention_conv", out, 1, n)
             n = rms(x, w[f"{at}post_attention_layernorm.weight"])
-            x = x + mlp(w, f"{at}mlp.", n)
+            out = mlp(w, f"{at}mlp.", _convolved(w, f"{at}mlp_conv", n, 0, n))
+            x = x + _convolved(w, f"{at}mlp_conv", out, 1, n)
         hidden = rms(x, w["norm.weight"])
         logits = hidden @ w.get("lm_head.weight", model.get_output_embeddings().weight).T
         return hidden[first:], logits[first:]
 
-    return parallel_draft(rows_of, lambda path, rows: _correction(w, path), 11)
+    return parallel_draft(rows_of, lambda path, rows: _correction(w, path, rows), candidates)
 
 
-def _correction(w: Weights, path: list[int]) -> Any:
-    """The correction of DSpark's Markov head after a path."""
+def _correction(w: Weights, path: list[int], hidden: torch.Tensor) -> Any:
+    """The correction of DSpark's Markov head, or of DFlash 2's selector, after a path with the outputs ``hidden``."""
+    if "candidate_selector.hidden_projection.weight" in w:
+        predecessor = w["candidate_selector.predecessor_codebook"][path[-1]]
+        predecessor = predecessor * (w["candidate_selector.hidden_projection.weight"] @ hidden[-1])
+        return w["candidate_selector.successor_codebook"] @ predecessor
     if "markov_head.markov_w1.weight" not in w:
         return 0.0
     return w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][path[-1]]

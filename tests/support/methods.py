@@ -111,6 +111,7 @@ VARIANTS = {
     "eagle3 lookup": Case("eagle3", "eagle3", {"widths": (2, 2), "lookup": True}),
     "peagle layers": Case("peagle", "peagle layers", OPT),
     "peagle retrieval": Case("peagle", "peagle", {"retrieval": True, **RETRIEVAL, **OPT}),
+    "dflash2": Case("dflash", "dflash2", OPT | {"window": 9}),
     "dspark": Case("dflash", "dspark", {"top_k": 3, "nodes": 9}),
     "dspark retrieval": Case("dflash", "dspark", {"retrieval": True, **RETRIEVAL, **OPT}),
     "onepass defaults": Case("onepass", "onepass"),
@@ -164,6 +165,9 @@ DRAFTS = {
     "peagle": small_peagle,
     "peagle layers": lambda folder, model: small_peagle(folder, model, layers=2, kept=FEW),
     "dflash": small_dflash,
+    "dflash2": lambda folder, model: small_dflash(
+        folder, model, "dflash2", {"selector_rank": 6, "selector_top_k": 4}, conv=(2, 16), selector=6
+    ),
     "dspark": lambda folder, model: small_dflash(
         folder, model, "dspark",
         {"markov_rank": 6, "sample_from_anchor": True}, rank=6, kept=FEW,

@@ -175,12 +175,13 @@ def peagle_tensors(model: PreTrainedModel, *, kept: Any = None, embedding: int =
 
 def dflash_tensors(
     *, vocab: int = 11, layers: int = 2, kept: Any = None, bias: bool = False, rank: int | None = None,
-    mask: bool = False,
+    conv: tuple[int, int] | None = None, selector: int | None = None, mask: bool = False,
 ) -> Tensors:  # fmt: skip
     """Random tensors of DFlash and its variants.
 
     Args:
         rank: rank of DSpark's Markov head.
+        conv: taps and group size of DFlash 2's convolutions. selector: rank of its selector.
         mask: with an embedding of the mask token.
     """
     shapes: Shapes = {"fc.weight": (HIDDEN, 3 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
@@ -192,6 +193,10 @@ def dflash_tensors(
             own |= {f"self_attn.{p}_proj.bias": (n,) for p, n in (rows | {"o": HIDDEN}).items()}
         own |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
         own |= {f"{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        if conv:
+            for part in ("attention_conv", "mlp_conv"):
+                own[f"{part}.base_kernel"] = (2, conv[0], HIDDEN)
+                own[f"{part}.kernel_projection.weight"] = (2 * conv[0] * HIDDEN // conv[1], HIDDEN)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
     vocabulary = vocab if kept is None else len(kept)
     if kept is not None:
@@ -199,6 +204,10 @@ def dflash_tensors(
     if rank:
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (vocabulary, rank)}
         shapes |= {"confidence_head.proj.weight": (1, HIDDEN + rank), "confidence_head.proj.bias": (1,)}
+    if selector:
+        codebooks = ("predecessor_codebook", "successor_codebook")
+        shapes |= {f"candidate_selector.{name}": (vocab, selector) for name in codebooks}
+        shapes["candidate_selector.hidden_projection.weight"] = (selector, HIDDEN)
     if mask:
         shapes["mask_embedding"] = (HIDDEN,)
     return with_vocabulary(random(shapes), kept)

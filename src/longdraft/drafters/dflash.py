@@ -1,4 +1,4 @@
-"""DFlash and DSpark: a block of tokens from one forward of a few layers, from published drafts.
+"""DFlash, DFlash 2 and DSpark: a block of tokens from one forward of a few layers, from published drafts.
 
     c_t = RMSNorm(fc(f_t))                    f_t: hidden states of the target at position t, concatenated
     x   = embed(anchor, mask, ..., mask)      the block to draft; the anchor is the last token of the context
@@ -8,7 +8,8 @@
 
 A prefill projects c to the context's keys and values, which the draft caches, and runs no other layer. All tokens of a
 block except the anchor are masks, so DFlash drafts each token without knowing the drafted tokens before it. DSpark
-therefore corrects the logits of a level by the token t of the level before: its Markov head adds W2 W1[t].
+therefore corrects the logits of a level by the token t of the level before: its Markov head adds W2 W1[t]. DFlash 2 has
+a selector and convolutions (:mod:`.dflash2`).
 
 DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147. Shapes: B sequences, T tokens, W nodes of a level for each sequence.
 """
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from longdraft.attention.sdpa import attend_sequence
 from longdraft.attention.transfer import to_device
+from longdraft.drafters.dflash2 import CandidateSelector, DFlash2Layer
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.shared.block_drafter import BlockDrafter
 from longdraft.drafters.shared.draft_block import DraftLayer
@@ -65,7 +67,7 @@ class DFlashBlock(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = nn.Linear(shape.feature_size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps)
-        self.layers = nn.ModuleList(DraftLayer(shape, size, "input_layernorm") for _ in range(shape.decoder_layers))
+        self.layers = nn.ModuleList(_make_layer(shape) for _ in range(shape.decoder_layers))
         self.norm = nn.RMSNorm(size, eps)
         if shape.own_head:
             self.lm_head = nn.Linear(size, shape.vocabulary, bias=False)
@@ -75,6 +77,8 @@ class DFlashBlock(nn.Module):
             self.mask_embedding = nn.Parameter(torch.zeros(size, dtype=torch.float32))
         if shape.markov_rank is not None:
             self.markov_head = MarkovHead(shape, shape.markov_rank, vocab_size)
+        if shape.selector_rank is not None:
+            self.candidate_selector = CandidateSelector(shape, shape.selector_rank, vocab_size)
 
     def borrow_head(self, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Sets the target's head, (T, hidden) -> (T, vocabulary), for a draft without one."""
@@ -136,6 +140,12 @@ class DFlashBlock(nn.Module):
         return torch.cat(outputs, 1)
 
 
+def _make_layer(shape: DFlashShape) -> DraftLayer:
+    if shape.conv_taps is None or shape.conv_group_size is None:
+        return DraftLayer(shape, shape.hidden_size, "input_layernorm")
+    return DFlash2Layer(shape, shape.conv_taps, shape.conv_group_size)
+
+
 class DFlashRound(SingleForwardRound):
     """Drafts the trees of one round from a block: the root as the anchor, and mask tokens."""
 
@@ -145,6 +155,8 @@ class DFlashRound(SingleForwardRound):
 
     @property
     def num_candidates(self) -> int:
+        if self._shape.selector_top_k is not None:
+            return self._shape.selector_top_k
         return NUM_CANDIDATES if self._shape.markov_rank is not None else 1  # 1: no correction, so top_k is enough
 
     def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
@@ -161,7 +173,7 @@ class DFlashRound(SingleForwardRound):
         first_output = 0 if shape.from_anchor else 1  # DSpark: the anchor's output already predicts the next token
         out = block(self._embed(level), cos, sin, context_kv)[:, first_output : first_output + self._depth]
         logprobs, ids = topk_logprobs(block.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), k)
-        return logprobs, ids, ids  # the correction reads no more than the ids
+        return logprobs, ids, out
 
     def _embed(self, level: TreeLevel) -> torch.Tensor:
         """Returns the embeddings (B, block size, hidden) of each anchor and the mask tokens after it."""
@@ -175,7 +187,11 @@ class DFlashRound(SingleForwardRound):
         return x * shape.embedding_scale if shape.embedding_scale != 1 else x
 
     def corrected_scores(self, level: TreeLevel, topk: LevelTopk) -> torch.Tensor:
-        """Returns scores (B, W, M): ``topk.logprobs`` (B, 1, M), in DSpark plus the Markov head's W2 W1[token]."""
+        """Returns scores (B, W, M): ``topk.logprobs`` (B, 1, M), in DSpark plus the Markov head's W2 W1[token], in
+        DFlash 2 plus the selector's correction."""
+        if self._shape.selector_rank is not None:
+            selector = self._bound.block.candidate_selector
+            return topk.logprobs + selector.correction(level.tokens, topk.correction_inputs, topk.ids[:, 0])
         if self._shape.markov_rank is None:
             return super().corrected_scores(level, topk)
         head = self._bound.block.markov_head
@@ -184,7 +200,7 @@ class DFlashRound(SingleForwardRound):
 
 
 class DFlashDraft(Eagle3Draft):
-    """A draft in the layout that DFlash's or DSpark's authors publish, or in the layout of `speculators`."""
+    """A draft of DFlash, DFlash 2 or DSpark, in the layout of its authors or of `speculators`."""
 
     kind, label = KIND, "DFlash"
     shape_type, round_type = DFlashShape, DFlashRound
@@ -192,6 +208,8 @@ class DFlashDraft(Eagle3Draft):
     @cached_property
     def shape(self) -> DFlashShape:
         shape: DFlashShape = super().shape
+        if shape.conv_group_size and shape.hidden_size % shape.conv_group_size:
+            raise CheckpointError(f"{self.folder}: conv_group_size does not divide hidden_size. Download it again.")
         if shape.slots < 1:
             raise CheckpointError(f"block_size in {self.folder} is too small to draft any token. Download it again.")
         return shape

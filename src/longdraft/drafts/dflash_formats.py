@@ -1,4 +1,4 @@
-"""Layouts of DFlash and DSpark: sizes of the module, and the layouts' entry in the table of formats.
+"""Layouts of DFlash, DFlash 2 and DSpark: sizes of the module, and the layouts' entry in the table of formats.
 
 A draft with the target's vocabulary has neither embedding nor head, and uses the target's. DSpark's settings are in
 dflash_config (SpecForge, Model-Optimizer), in dspark_config (sglang), or at the top level of config.json (DeepSpec).
@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from longdraft.drafts.draft_folder import D2T
-from longdraft.drafts.formats import EMBEDDING, FORMATS, LEFTOVER_TENSORS, DraftFormat, PublishedDraft, read_mask_token
+from longdraft.drafts.formats import (
+    EMBEDDING,
+    FORMATS,
+    LEFTOVER_TENSORS,
+    MODEL_TYPE,
+    DraftFormat,
+    PublishedDraft,
+    read_mask_token,
+)
 from longdraft.errors import CheckpointError
 
 KIND = "dflash"
@@ -20,10 +28,16 @@ HEAD, MASK = "lm_head.weight", "mask_embedding"
 _SLIDING = "sliding_attention"
 _UNSUPPORTED_SETTINGS = ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias")
 
+# {size of DFlash 2: (its name in config.json, the authors' default)}
+_DFLASH2_SETTINGS = {
+    "conv_taps": ("conv_kernel_size", 2), "conv_group_size": ("conv_group_size", 16),
+    "selector_rank": ("selector_rank", 256), "selector_top_k": ("selector_top_k", 16),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DFlashShape:
-    """Sizes of a DFlash or DSpark module."""
+    """Sizes of a DFlash, DFlash 2 or DSpark module."""
 
     hidden_size: int
     intermediate_size: int
@@ -42,6 +56,10 @@ class DFlashShape:
     own_mask: bool = False  # True if the draft has a separate embedding of the mask token
     embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
     markov_rank: int | None = None  # rank of DSpark's Markov head (corrects logits by the last token); None: no head
+    selector_rank: int | None = None  # rank of DFlash 2's selector; None: no selector
+    selector_top_k: int | None = None  # number of the most likely tokens that it selects from
+    conv_taps: int | None = None  # length of DFlash 2's convolutions; None: no convolutions
+    conv_group_size: int | None = None  # channels that share a token's kernel
     embedding_scale: float = 1.0  # factor of the input embeddings
     logit_scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # soft cap of the logits; None: no cap
@@ -99,6 +117,8 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "logit_scale": nested.get("output_multiplier"),
         "softcap": nested.get("final_logit_softcapping") or None,
     }
+    if config.get(MODEL_TYPE) == "dflash2" or settings.get("conv_kernel_size"):
+        overrides |= {name: settings.get(key) or default for name, (key, default) in _DFLASH2_SETTINGS.items()}
     windows, causal = _layer_attention(config, nested, sizes, int(num_layers or 0))
     return overrides, {"windows": windows, "causal": causal, "any_vocabulary": EMBEDDING in tensors}
 

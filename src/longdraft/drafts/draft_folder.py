@@ -27,7 +27,7 @@ D2T = "d2t"
 # Our name of a size -> the name in configurations of transformers, where they differ.
 HF_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
 # Kinds of `speculators` that are variants of one of our kinds.
-KIND_ALIASES = {"dspark": "dflash"}
+KIND_ALIASES = {"dflash2": "dflash", "dspark": "dflash"}
 # Kind -> pattern of a tensor name that only this kind has. Used if config.json looks like that of a plain Llama. If
 # several patterns match, the first one counts.
 KIND_BY_TENSOR = {
@@ -41,7 +41,7 @@ KIND_BY_TENSOR = {
 }
 VLLM_MASK_TOKENS = ("ptd_token_id", "pard_token")  # vLLM's names of P-EAGLE's mask token
 # Pattern of words in config.json that name published kinds which longdraft does not read.
-UNSUPPORTED_KINDS = r"medusa|hydra|domino|dflash2|dflare|mlp_?speculator|lstm_?speculator|redrafter"
+UNSUPPORTED_KINDS = r"medusa|hydra|domino|dflare|mlp_?speculator|lstm_?speculator|redrafter"
 # Kind of a plain language model.
 SMALL_LM = "small-lm"
 # Most tensor names that an error lists.

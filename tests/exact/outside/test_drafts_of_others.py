@@ -183,8 +183,6 @@ UNREAD = {
     "hydra": ({"hydra_num_heads": 4, "hydra_num_layers": 1, "grounded_heads": True}, "hydra"),
     "domino": (LAYER | {"architectures": ["DominoDraftModel"], "dflash_config": TAPS}, "domino"),
     "domino by its projector": (LAYER | {"dflash_config": {"projector_type": "domino", **TAPS}}, "domino"),
-    "dflash2": ({"speculators_model_type": "dflash2"}, "dflash2"),
-    "dflash2 of its authors": (LAYER | {"architectures": ["DFlash2DraftModel"], "dflash_config": TAPS}, "dflash2"),
     "mlp": ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "speculator"),
 }  # fmt: skip
 
