@@ -81,7 +81,8 @@ def _split_head_order(module: nn.Module | None, value_dim: int) -> tuple[nn.Modu
 def delta_layer_inputs(ctx: ForwardContext, layers: Sequence[GatedDeltaNetLayer]) -> Iterator[DeltaNetBatch | None]:
     """Yields the inputs of a model's recurrent layers in a forward, which the kernels must compute inside the ``with``.
 
-    Yields None if ``layers`` is empty. The kernels first apply the pending inputs (of committed tokens) to each sequence's state, so none are left."""
+    Yields None if ``layers`` is empty. The kernels first apply the pending inputs (of committed tokens) to each
+    sequence's state, so none are left."""
     if not layers:
         yield None
         return
