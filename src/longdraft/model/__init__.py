@@ -4,13 +4,13 @@ Only this package, drafts, engine and integration import transformers. This pack
 native. Read ``runner.TargetRunner.forward`` first, then ``execution_model`` and ``hosting``, which it calls.
 
 - **Hosting**: runner (forwards of a batch), execution_model (the copy that computes), model_copy (copies modules),
-  hosting (its attention), layout (where KV lies), outputs. For some models: positions, tensor_parallel,
-  ``linear_attention/``. RoPE: rope. Names in versions of transformers: compat.
+  model_parts (finds decoder, layers and norm), hosting (attention), layout (where KV lies), outputs. For some models:
+  positions, tensor_parallel, ``linear_attention/``. RoPE: rope. Names in versions of transformers: compat.
 - **Reading files**: ``load/``, ``gguf/``, ``quant/`` (weights that stay quantised).
 - **Checks**: support (refused models), ``probes/`` (compares computed numbers), fingerprint (has the model changed),
   called_functions (functions that a user replaced).
 - **Speed**: ``layers/`` (CPU kernels), ``gpu/`` (CUDA graphs, Triton kernels). round_profiler times phases.
-- **Drafts** share shared_parts.
+- **Drafts**: shared_parts (what drafts use of a target).
 """
 
 import sys

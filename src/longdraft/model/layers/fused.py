@@ -183,7 +183,7 @@ class FusedLayers:
         locations = {i: kv for i, kv in enumerate(kinds.kv_locations) if kv is not None}
         kv_layers = {i: kv.layer for i, kv in locations.items() if kv.window_index is None}
         query_layers = {i: layer for i, layer in kv_layers.items() if layer in ctx.query_layers}
-        with delta_layer_inputs(ctx, layers := self._recurrent_layers, range(len(layers))) as recurrent:
+        with delta_layer_inputs(ctx, self._recurrent_layers) as recurrent:
             out = self._kernels.run_stack(
                 *(self.stack, *kv_group, x),
                 query_layers=query_layers,

@@ -78,18 +78,16 @@ def _split_head_order(module: nn.Module | None, value_dim: int) -> tuple[nn.Modu
 
 
 @contextmanager
-def delta_layer_inputs(
-    ctx: ForwardContext, layers: Sequence[GatedDeltaNetLayer], layer_indices: Sequence[int]
-) -> Iterator[DeltaNetBatch | None]:
-    """Yields the inputs of recurrent layers in a forward, which the kernels must compute inside the ``with``.
+def delta_layer_inputs(ctx: ForwardContext, layers: Sequence[GatedDeltaNetLayer]) -> Iterator[DeltaNetBatch | None]:
+    """Yields the inputs of a model's recurrent layers in a forward, which the kernels must compute inside the ``with``.
 
-    Yields None if ``layers`` is empty. ``layer_indices`` are the layers' indices in the store's recurrent states. The
-    kernels first apply the pending inputs (of committed tokens) to each sequence's state, so none are left."""
+    Yields None if ``layers`` is empty. The kernels first apply the pending inputs (of committed tokens) to each
+    sequence's state, so none are left."""
     if not layers:
         yield None
         return
     batch, states = ctx.batch, recurrent_states(ctx.store)
-    states_by_layer = [[states.layer_state(slot, index) for slot in batch.slots] for index in layer_indices]
+    states_by_layer = [[states.layer_state(slot, index) for slot in batch.slots] for index in range(len(layers))]
     inputs = [
         _sequence_inputs(layer, state, batch, order)
         for layer, sequence_states in zip(layers, states_by_layer, strict=True)
