@@ -20,12 +20,11 @@ MAX_TEMPORARY_BYTES = 512 << 20
 def view_kernels(full_store: KVStore, copy_store: KVStore | None = None) -> ViewKernels | None:
     """Returns the CPU kernels that select entries of ``full_store``, and copy the entries to ``copy_store`` if that is
     not None. Returns None if the kernels do not support a store."""
-    # Not for subclasses of KVStore: an offloaded store does not hold all layers in ``keys`` and ``values``.
     is_bf16_rounded = full_store.dtype == torch.bfloat16 != full_store.shape.dtype
     is_dtype_supported = is_bf16_rounded or full_store.dtype == torch.float32
-    is_readable = type(full_store) is KVStore and full_store.device.type == "cpu" and is_dtype_supported
+    is_readable = full_store.is_resident and full_store.device.type == "cpu" and is_dtype_supported
     is_aligned = full_store.shape.head_dim % HEAD_DIM_MULTIPLE == 0
-    is_writable = copy_store is None or (type(copy_store) is KVStore and copy_store.device == full_store.device)
+    is_writable = copy_store is None or (copy_store.is_resident and copy_store.device == full_store.device)
     library = kernels() if is_readable and is_aligned and is_writable else None
     return None if library is None else ViewKernels(library)
 
@@ -35,7 +34,7 @@ def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
     On a CPU a group is one layer, whose data stays in the CPU's caches. In an offloaded store a group is one layer too.
     ``bytes_per_layer`` are the bytes of the temporary tensors for processing one layer."""
     layers_per_group = 1
-    if store.device.type != "cpu" and _is_in_memory(store):
+    if store.device.type != "cpu" and store.is_resident:
         layers_per_group = max(1, MAX_TEMPORARY_BYTES // max(1, bytes_per_layer))
     end = store.shape.layers
     return [slice(i, min(i + layers_per_group, end)) for i in range(0, end, layers_per_group)]
@@ -43,15 +42,10 @@ def layer_groups(store: KVStore, bytes_per_layer: int) -> list[slice]:
 
 def slot_kv(store: KVStore, layers: slice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns keys and values (layers, Hkv, capacity, d) of one of the :func:`layer_groups`; read-only."""
-    if _is_in_memory(store):
+    if store.is_resident:
         return store.keys[layers, slot], store.values[layers, slot]
     keys, values = store.layer(layers.start)
     return keys[None, slot], values[None, slot]
-
-
-def _is_in_memory(store: KVStore) -> bool:
-    """Returns True if the store is not offloaded, so all layers are in ``keys`` and ``values``."""
-    return type(store).layer is KVStore.layer
 
 
 def summarize(kind: str, keys: torch.Tensor) -> torch.Tensor:
