@@ -60,7 +60,7 @@ def batch(forwards: tuple[int, ...], tokens: int = TOKENS, runs: int = 2, second
 
 
 def row_of(measured: list[BatchResult]) -> dict:
-    shown = report.make_report(["ar", "m"], measured, {}, True)
+    shown = report.make_report(report.document(["ar", "m"], measured))
     assert any("±" in str(cell) for _, table in shown.tables for c in table.columns for cell in c.cells)
     return next(row for row in shown.document["rows"] if row["method"] == "m")
 
@@ -79,7 +79,7 @@ def test_bench_pools_all_prompts_and_runs(together):
 def test_a_text_that_ended_with_its_first_token_weighs_nothing():
     row = row_of([*(batch((n,)) for n in FORWARDS), batch((0,), tokens=1)])
     assert (row["mean_accepted_length"], row["prompts"]) == (pytest.approx(POOLED), 5)
-    (alone,) = report.make_rows(["m"], [batch((0,), tokens=1)])
+    (alone,) = report.rows(["m"], [batch((0,), tokens=1)])
     assert alone["mean_accepted_length"] is alone["standard_error"] is alone["tokens_per_second"] is None
 
 
@@ -134,7 +134,7 @@ def test_bench_and_generate_agree_on_one_text():
     (result,) = Speculator("prompt-lookup", target=tiny_model()).generate(prompt, max_new_tokens=24, eos_token_ids=[])
     assert 0 < result.accepted < result.drafted
     line = asdict(batch((result.rounds,), tokens=result.new_tokens))
-    (row,) = report.make_rows(["m"], [from_json(BatchResult, line)])
+    (row,) = report.rows(["m"], [from_json(BatchResult, line)])
     assert row["mean_accepted_length"] == result.mean_accepted_length
 
 

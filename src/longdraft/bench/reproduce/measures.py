@@ -111,7 +111,7 @@ def plan_speed(
             "speedup": ratio(entry_speed, baseline_speed),
             **_part_ms([result.profiles[entry.name]["seconds"] for result in results if entry.name in result.profiles]),
         }
-        (row,) = report.make_rows([entry.name], results)
+        (row,) = report.rows([entry.name], results)
         return {key: values.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
     entries = []
