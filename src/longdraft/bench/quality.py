@@ -267,8 +267,8 @@ class QualityBench:
             for name, run in prompt["runs"].items()
             for reference in [self.reference_of(name)]
         ]  # fmt: skip
-        document = {"drafter": self.drafter, "rows": rows, "texts": texts, "complete": complete}
-        document |= machine.environment()
+        document = {"drafter": self.drafter, "rows": rows, "texts": texts, **machine.environment()}
+        document["complete"] = complete
         tables = [self._table(group, nonempty_columns(rows, COLUMNS)) for group in group_by(rows, "dataset")]
         return Report(document, tables, definitions=DEFINITIONS)
 

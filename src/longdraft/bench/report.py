@@ -66,7 +66,7 @@ _COUNT_KEYS = ("faster_than_ar", "slower_than_ar")
 TOLERANCE = 0.02
 
 
-def make_rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
+def rows(names: Sequence[str], measured: Sequence[BatchResult]) -> list[dict[str, Any]]:
     """Makes a row for each contender in ``names``, data set, context and batch size. docs/figures.md lists the keys."""
     groups: dict[tuple[str, int | None, int], list[BatchResult]] = {}
     for result in measured:
@@ -134,14 +134,28 @@ def speedups_over(measured: Sequence[BatchResult], name: str, reference: str) ->
     return [speedup for speedup in speedups if speedup is not None]
 
 
-def make_report(
-    names: Sequence[str], measured: Sequence[BatchResult], notes: Mapping[str, str], complete: bool,
-    decode: Callable[[list[int]], str] = str,
-) -> Report:  # fmt: skip
-    """Makes the report: a table for each data set, context and batch size. If methods were profiled, a table of the
-    parts of a round follows each of these tables. ``decode``: returns the text of token ids."""
-    rows = make_rows(names, measured)
-    differences = [asdict(diff) | {"context": result.context} for result in measured for diff in result.differences]
+def document(
+    names: Sequence[str], measured: Sequence[BatchResult], notes: Mapping[str, str] | None = None, complete: bool = True
+) -> dict[str, Any]:
+    """Makes the report as one JSON object."""
+    return {
+        "rows": rows(names, measured),
+        **machine.environment(),
+        "differences": [
+            asdict(diff) | {"context": result.context} for result in measured for diff in result.differences
+        ],
+        "notes": dict(notes or {}), "complete": complete,
+    }  # fmt: skip
+
+
+def make_report(document: dict[str, Any], decode: Callable[[list[int]], str] = str) -> Report:
+    """Makes the report of a :func:`document`: a table for each data set, context and batch size. If methods were
+    profiled, a table of the parts of a round follows each of these tables.
+
+    Args:
+        decode: returns the text of token ids.
+    """
+    rows = document["rows"]
     one_batch = all(row["samples"] == row["batch"] for row in rows)  # then faster and slower batches are not counted
     columns = nonempty_columns(rows, [column for column in COLUMNS if not (one_batch and column[1] in _COUNT_KEYS)])
     figures = [column for column in columns if column != VIEW]
@@ -158,12 +172,12 @@ def make_report(
         tables.append((_title(group[0]), table))
         if any("profile" in row for row in group):
             tables.append((f"{_title(group[0])}: a round", _profile_table(group)))
-    remarks = _difference_lines(differences, decode)
+    remarks = _difference_lines(document, decode)
+    notes = document["notes"]
     for note in dict.fromkeys(notes.values()):  # names of contenders with the same note share a line
         remarks.append(Text(f"{', '.join(name for name in notes if notes[name] == note)}: {note}."))
     definitions = (*DEFINITIONS, *(PROFILE_DEFINITIONS if any("profile" in row for row in rows) else ()))
-    outcome = {"differences": differences, "notes": dict(notes), "complete": complete}
-    return Report({"rows": rows, **machine.environment(), **outcome}, tables, remarks, definitions)
+    return Report(document, tables, remarks, definitions)
 
 
 def _title(row: Mapping[str, Any]) -> str:
@@ -193,10 +207,10 @@ def _profile_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _difference_lines(differences: Sequence[Mapping[str, Any]], decode: Callable[[list[int]], str]) -> list[Text]:
+def _difference_lines(report: dict[str, Any], decode: Callable[[list[int]], str]) -> list[Text]:
     """Makes a line of text for each sample whose tokens are not those of ``ar``."""
     lines = []
-    for diff in differences:
+    for diff in report["differences"]:
         kind = "near tie" if diff["near_tie"] else "MISMATCH"
         tokens = (diff["token"], diff["reference"])
         token, ar = ("the end" if token is None else f"{decode([token])!r} ({token})" for token in tokens)

@@ -82,10 +82,10 @@ def bench(
     Without options, prompts ask for summaries of, and quotations from, three modules of Python's standard library:
     2,048 prompt tokens, 64 new tokens, three repeats. Ctrl-C ends the run and shows the results so far.
     """
+    from longdraft.bench import report
     from longdraft.bench.experiment import Experiment
     from longdraft.bench.prompts import encode_prompts, make_batches
     from longdraft.bench.records import RecordFile
-    from longdraft.bench.report import make_report
     from longdraft.bench.results import bench_header
     from longdraft.bench.run import BatchResult, Bench
     from longdraft.bench.settings import Settings
@@ -136,8 +136,8 @@ def bench(
             console.note(f"{count} sample{'s are' if count > 1 else ' is'} left out of batches of {size}: too few.")
     experiment = Experiment(bench.steps(batches), lambda result: result.key, file)
 
-    def report(complete: bool) -> Report:
-        records, tokenizer = experiment.records, loaded.tokenizer
-        return make_report(bench.names, records, bench.notes, complete, lambda ids: str(tokenizer.decode(ids)))
+    def make_report(complete: bool) -> Report:
+        document = report.document(bench.names, experiment.records, bench.notes, complete)
+        return report.make_report(document, lambda ids: str(loaded.tokenizer.decode(ids)))
 
-    output.run(experiment, report, "batches")
+    output.run(experiment, make_report, "batches")

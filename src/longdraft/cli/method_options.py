@@ -75,8 +75,21 @@ class DecodingOptions(OptionGroup):
     plan: options.Plan = None
     model_options: options.ModelOptions
     offload: options.Offload = None
-    kv_dtype: options.KVDtype = None
-    deterministic: options.Deterministic = False
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantize the KV cache to bfloat16 or int8 (float32 models on a CPU), or int8 (on a GPU). It takes "
+            "less memory and time, but the text may differ from the model's own.",
+            show_default="the model's dtype",
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="On a GPU: exact methods equal plain decoding to the bit. Slower: forwards are padded to 64 tokens.",
+        ),
+    ] = False
     user_files: options.UserFiles = None  # Python files that --load has run already
 
     @property

@@ -100,28 +100,12 @@ UserFiles = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", callback=set_debug, is_eager=True, help="Show logs and tracebacks.")]
-Json = Annotated[bool, typer.Option("--json", help="Print a JSON object as the last line of stdout.")]
 Offload = Annotated[
     str | None,
     typer.Option(
         help="On a GPU: offload the KV cache to host memory. host: the GPU keeps the layers that fit; host:N: it keeps "
         "N layers.",
         show_default="no offload",
-    ),
-]
-KVDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Quantize the KV cache to bfloat16 or int8 (float32 models on a CPU), or int8 (on a GPU). It takes less "
-        "memory and time, but the text may differ from the model's own.",
-        show_default="the model's dtype",
-    ),
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        "--deterministic",
-        help="On a GPU: exact methods equal plain decoding to the bit. Slower: forwards are padded to 64 tokens.",
     ),
 ]
 Foresee = Annotated[
@@ -157,12 +141,6 @@ Plan = Annotated[
         show_default="auto; fixed if a tree option is set",
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="dtype of the model: auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:N or mps.", show_default="the best one")]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of CPU threads; use fewer if other programs run.", show_default="all cores"),
-]
 
 
 class OptionGroup:
@@ -173,7 +151,7 @@ class OptionGroup:
 class OutputOptions(OptionGroup):
     """Options of machine-readable and debugging output."""
 
-    as_json: Json = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object as the last line of stdout.")] = False
     debug: Debug = False
 
     def print_json(self, value: Any) -> None:
@@ -212,8 +190,10 @@ class ModelOptions(OptionGroup):
             "--model", "-m", help="Model: a Hugging Face id, a folder or a .gguf file.", show_default="embedded SmolLM2"
         ),
     ] = None
-    dtype: Dtype = "auto"
-    device: Device = None
+    dtype: Annotated[str, typer.Option(help="dtype of the model: auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[
+        str | None, typer.Option(help="Device: cpu, cuda, cuda:N or mps.", show_default="the best one")
+    ] = None
     weights: Annotated[
         Literal["stored", "float32"] | None,
         typer.Option(
@@ -231,7 +211,10 @@ class ModelOptions(OptionGroup):
     rope_factor: Annotated[
         float | None, typer.Option("--rope-factor", help="Stretch the model's context by this factor (YaRN).")
     ] = None
-    threads: Threads = None
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of CPU threads; use fewer if other programs run.", show_default="all cores"),
+    ] = None
 
     @property
     def name(self) -> str:

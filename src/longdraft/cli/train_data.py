@@ -14,7 +14,6 @@ from longdraft.cli import console, method_options, options
 from longdraft.cli.cancel import Cancel
 from longdraft.cli.progress import ThroughputBar
 from longdraft.errors import CheckpointError
-from longdraft.options import Option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,8 +73,8 @@ def data(
     answer_temperatures = method_options.parse_floats("--temperatures", temperatures)
     if len(lengths) != 2 or not 0 < lengths[0] <= lengths[1]:
         raise options.SettingError(f"--passage-tokens takes two numbers, such as 200,1500, not {passage_tokens!r}.")
-    with options.settings_checked():
-        Option("--temperatures", tuple, ..., items=float, least=0).check(answer_temperatures)
+    if not answer_temperatures or min(answer_temperatures) < 0:
+        raise options.SettingError("--temperatures takes numbers of at least 0, separated by commas.")
     from longdraft.training.config import parse_template_kwargs
 
     template = parse_template_kwargs(chat_template or [])

@@ -215,7 +215,8 @@ def read_config(path: Path | str | None, overrides: Sequence[str], config_class:
         settings = declared(config_class)
         if unknown := sorted(map(str, set(values) - {*settings})):
             advice = suggestion(unknown[0], settings).capitalize()
-            raise ConfigError(f"No setting {', '.join(unknown)}. {advice} Settings: {', '.join(sorted(settings))}.")
+            sentences = f"No setting {', '.join(unknown)}.", advice, f"Settings: {', '.join(sorted(settings))}."
+            raise ConfigError(" ".join(filter(None, sentences)))
         converted = {name: _convert(settings[name], value) for name, value in values.items()}
         make: Any = config_class  # Config is any type, whose arguments a type checker does not know
         config: Config = make(**converted, fields_set=tuple(values))

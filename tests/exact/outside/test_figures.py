@@ -58,7 +58,7 @@ def batch(forwards: tuple[int, ...], tokens: int = TOKENS, runs: int = 2, second
 
 
 def row_of(measured: list[BatchResult]) -> dict:
-    shown = report.make_report(["ar", "m"], measured, {}, True)
+    shown = report.make_report(report.document(["ar", "m"], measured))
     assert any("±" in str(cell) for _, table in shown.tables for c in table.columns for cell in c.cells)
     return next(row for row in shown.document["rows"] if row["method"] == "m")
 
@@ -77,7 +77,7 @@ def test_bench_pools_all_prompts_and_runs(together):
 def test_a_text_that_ended_with_its_first_token_weighs_nothing():
     row = row_of([*(batch((n,)) for n in FORWARDS), batch((0,), tokens=1)])
     assert (row["mean_accepted_length"], row["prompts"]) == (pytest.approx(POOLED), 5)
-    (alone,) = report.make_rows(["m"], [batch((0,), tokens=1)])
+    (alone,) = report.rows(["m"], [batch((0,), tokens=1)])
     assert alone["mean_accepted_length"] is alone["standard_error"] is alone["tokens_per_second"] is None
 
 
@@ -125,7 +125,7 @@ def test_a_result_a_server_and_bench_say_the_same():
     assert sum(stats, SpecDecodingStats()).mean_accepted_length == pytest.approx(POOLED, abs=1e-4)
     first = Result("", [0], 9, "m", True, "length", 0.5, 0.0, 0)
     assert (first.mean_accepted_length, first.tokens_per_second) == (0.0, 0.0)
-    (row,) = report.make_rows(["m"], [batch((20,))])
+    (row,) = report.rows(["m"], [batch((20,))])
     assert row["mean_accepted_length"] == said.mean_accepted_length
 
 

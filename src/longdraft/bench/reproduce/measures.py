@@ -120,7 +120,7 @@ def plan_speed(
             "round_ms": _round_ms([run for result in results for run in result.rounds.get(entry.name, ())]),
             "prefill_s": _prefill_seconds([r.cold[entry.name] for r in results if entry.name in r.cold]),
         }
-        (row,) = report.make_rows([entry.name], results)
+        (row,) = report.rows([entry.name], results)
         return {key: values.get(key) for key in (*table.figures, "speedup", "standard_error")}, row
 
     entries = []
