@@ -14,20 +14,23 @@ import pytest
 from longdraft.native import build
 
 MACHINE, PAGE = "aarch64-linux-gnu", 4096
+# A processor of qemu's with these instructions: the first two have none of the next.
+PROCESSORS = {"armv8-a": "cortex-a72", "armv8.2-a-dotprod": "neoverse-n1", "armv8.2-a-i8mm": "max"}
 INTS, FLOATS = 24, 4
 CALL = struct.Struct(f"<32s{INTS}q{FLOATS}f")
 
 
 def library(level: str) -> Library:
-    """The kernels for an instruction set of aarch64, by Debian's cross compiler and qemu; for one process at a time."""
+    """The kernels for an instruction set of aarch64, by Debian's cross compiler and qemu."""
     compiler = f"{MACHINE}-g++"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
         kernels = build.ensure_compiled(level)
-    program = kernels.with_name("emulated")
+    program = kernels.with_suffix(".emulated")
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-Werror", str(source), "-o", str(program)], check=True)
-    return Library([f"qemu-{MACHINE.split('-')[0]}", "-L", f"/usr/{MACHINE}", str(program), str(kernels)])
+    emulator = [f"qemu-{MACHINE.split('-')[0]}", "-cpu", PROCESSORS[level], "-L", f"/usr/{MACHINE}"]
+    return Library([*emulator, str(program), str(kernels)])
 
 
 class Library:
