@@ -78,14 +78,15 @@ class Library:
 
 class _Function:
     def __init__(self, library: Library, name: str) -> None:
-        self._library, self._name = library, name
+        self._library, self.__name__ = library, name
         self.argtypes: list[Any] = []
         self.restype: Any = ctypes.c_int
+        self.errcheck: Any = lambda result, function, args: result
 
     def __call__(self, *args: Any) -> int:
-        if self._name == "longdraft_set_parallel_entry":  # this process's threads are none of the emulator's
+        if self.__name__ == "longdraft_set_parallel_entry":  # this process's threads are none of the emulator's
             return 0
         floats = [x for x, kind in zip(args, self.argtypes, strict=True) if kind is ctypes.c_float]
         ints = [x for x, kind in zip(args, self.argtypes, strict=True) if kind is not ctypes.c_float]
         places = [x if isinstance(x, int) else 0 if x is None else ctypes.addressof(x) for x in ints]
-        return self._library.call(self._name, places, floats)
+        return self.errcheck(self._library.call(self.__name__, places, floats), self, args)

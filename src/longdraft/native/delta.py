@@ -10,7 +10,7 @@ import torch
 
 from longdraft.native.boundary import address
 from longdraft.native.recurrent import CausalConv, LinearRecurrence, RecurrentSequence, SequenceStruct
-from longdraft.native.structures import StackLayer, make_struct
+from longdraft.native.structures import StackLayer, make_struct, weight_fields
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GatedDeltaNetLayer(StackLayer):
 
     Attributes:
         norms: "norm" and "mlp_norm" (hidden_size,); "out_norm" (head_v_dim,), applied to each head's output.
-        projections: qkv, z, b, a and o (output) are the DeltaNet's; gate, up and down the MLP's.
+        projections: qkv, z, b, a and o (output) of the DeltaNet; gate, up and down of the MLP.
         conv, dims: weight (channels, kernel_size) and bias (channels,) or None of the convolution; sizes.
         neg_exp_a, dt_bias: (num_v_heads,): log decay = neg_exp_a * softplus(a + dt_bias), neg_exp_a = -exp(A_log).
         head_order: (num_v_heads,) int64, ids of the value heads in the order of o's input; None: ascending.
@@ -54,7 +54,6 @@ class GatedDeltaNetLayer(StackLayer):
     """
 
     is_recurrent = True
-    projection_names = ("qkv", "z", "b", "a", "o", "gate", "up", "down")
     conv: tuple[torch.Tensor, torch.Tensor | None]
     neg_exp_a: torch.Tensor
     dt_bias: torch.Tensor
@@ -66,7 +65,8 @@ class GatedDeltaNetLayer(StackLayer):
     def __post_init__(self) -> None:
         dims, (weight, bias) = self.dims, self.conv
         rule = LinearRecurrence(delta_rule=True, qk_l2norm=True, scale=float(dims.head_k_dim**-0.5))
-        fields = self._weight_fields(out_norm=dims.head_v_dim)
+        names = ("qkv", "z", "b", "a", "o", "gate", "up", "down")
+        fields = weight_fields(self.norms, names, self.projections, out_norm=dims.head_v_dim)
         num_k_heads, k_dim, v_dim = dims.cached_k_heads, dims.head_k_dim, dims.head_v_dim
         self.struct = make_struct(
             "GatedDeltaNetLayer", **fields, norm_offset=self.norm_weight_offset,

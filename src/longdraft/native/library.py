@@ -349,9 +349,9 @@ def _load_widest(progress: Callable[[str], None] | None) -> Kernels:
             errors.append(error)
             continue
         if errors:
-            wanted, title = LEVELS[levels[0]].title, LEVELS[level].title
             message = "Kernels for %s cannot be compiled: %s. Those for %s are used, as with %s=%s."
-            logger.warning(message, wanted, errors[0], title, NATIVE_ENV, option_name(level))
+            titles = [LEVELS[name].title for name in (levels[0], level)]
+            logger.warning(message, titles[0], errors[0], titles[1], NATIVE_ENV, option_name(level))
         return kernels
     raise errors[0]
 

@@ -92,6 +92,24 @@ Norm = tuple[torch.Tensor, float]
 Layer = TypeVar("Layer", bound="StackLayer")
 
 
+def weight_fields(
+    norms: Mapping[str, Norm], names: Sequence[str], projections: Sequence[LinearWeights], **sizes: int
+) -> dict[str, Any]:
+    """Returns fields of a layer's structure: of norms (mlp_norm, mlp_eps, ...), and of projections.
+
+    Args:
+        norms: name -> weight and epsilon.
+        names: names of the projections.
+        projections: linear layers.
+        sizes: sizes of norms that are not (hidden_size,).
+    """
+    fields: dict[str, Any] = dict(zip(names, map(matrix_struct, projections), strict=True))
+    for name, (weight, eps) in norms.items():
+        fields[name] = address(weight, min_numel=sizes.get(name, norms["norm"][0].shape[0]))
+        fields[name.replace("norm", "eps")] = eps
+    return fields
+
+
 class HasStruct(Protocol):
     """An object that has a ctypes structure, and keeps alive the memory that the structure points to."""
 
@@ -105,13 +123,11 @@ class StackLayer:
     Attributes:
         is_recurrent: True: the layer has a recurrent state instead of a KV cache.
         norms: name -> weight and epsilon.
-        projection_names: fields of the structure for linear layers.
-        projections: the linear layers, in the order of their names.
+        projections: the linear layers, in the order that the subclass describes.
         struct: the layer's structure in kernels.h, which points to the memory of norms and projections.
     """
 
     is_recurrent: ClassVar[bool]
-    projection_names: ClassVar[Sequence[str]]
     norms: Mapping[str, Norm]
     projections: Sequence[LinearWeights]
     struct: ctypes.Structure = field(init=False)
@@ -120,17 +136,6 @@ class StackLayer:
     def hidden_size(self) -> int:
         """Size of the residual stream."""
         return self.norms["norm"][0].shape[0]
-
-    def _weight_fields(self, **sizes: int) -> dict[str, Any]:
-        """Returns the structure's fields for norms (mlp_norm, mlp_eps, ...) and projections.
-
-        sizes: of norms that are not (hidden_size,).
-        """
-        fields: dict[str, Any] = {}
-        for name, (weight, eps) in self.norms.items():
-            fields[name] = address(weight, min_numel=sizes.get(name, self.hidden_size))
-            fields[name.replace("norm", "eps")] = eps
-        return fields | dict(zip(self.projection_names, map(matrix_struct, self.projections), strict=True))
 
     def map_weights(self: Layer, transform: Transform) -> Layer:
         """Returns a copy of the layer, with ``transform`` applied to each projection."""
@@ -145,8 +150,8 @@ class DecoderLayer(StackLayer):
     Attributes:
         norms: before the attention "norm" and before the MLP "mlp_norm" (hidden_size,); optional: after them
             "post_attn_norm" and "post_mlp_norm"; for each head's queries and keys "q_norm" and "k_norm" (head_dim,).
-        projections: if q has 2 * num_heads * head_dim outputs, the second half of a head's outputs is a gate, whose
-            sigmoid multiplies the attention's output.
+        projections: q, k, v, o, gate, up, down. If q has 2 * num_heads * head_dim outputs, the second half of a head's
+            outputs is a gate, whose sigmoid multiplies the attention's output.
         num_heads, num_kv_heads, head_dim: number of query heads; of KV heads; size of a head, a multiple of 16.
         scale, softcap, sinks: as in :meth:`Kernels.attend`; sinks (num_heads,).
         gelu: True: the MLP's activation is GELU by tanh; False: SiLU.
@@ -154,7 +159,6 @@ class DecoderLayer(StackLayer):
     """
 
     is_recurrent = False
-    projection_names = ("q", "k", "v", "o", "gate", "up", "down")
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -165,7 +169,8 @@ class DecoderLayer(StackLayer):
     norm_weight_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        d, fields = self.head_dim, self._weight_fields(q_norm=self.head_dim, k_norm=self.head_dim)
+        d, names = self.head_dim, ("q", "k", "v", "o", "gate", "up", "down")
+        fields = weight_fields(self.norms, names, self.projections, q_norm=d, k_norm=d)
         self.sinks = None if self.sinks is None else self.sinks.detach().float().contiguous()
         self.struct = make_struct(
             "DecoderLayer", **fields, norm_offset=self.norm_weight_offset,
