@@ -28,13 +28,20 @@ class BuildPackage(build_py):
         folder = Path(self.build_lib, "longdraft/native", build.PREBUILT_DIR)
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            for level in build.platform_levels():
-                print(f"compiling kernels for {level}")
-                build.compile_kernels(level, folder)
-            self.carried = True
+            levels = build.platform_levels()
         except OSError as error:
+            levels = []
+            print(error)
+        for level in levels:
+            print(f"compiling kernels for {level}")
+            try:
+                build.compile_kernels(level, folder)
+                self.carried = True
+            except build.CompilerError as error:  # an old compiler knows fewer instruction sets
+                print(f"no kernels for {level}: {error}")
+        if not self.carried:
             shutil.rmtree(folder, ignore_errors=True)
-            print(f"no kernels in this wheel, they are compiled where they first run: {error}")
+            print("no kernels in this wheel, they are compiled where they first run")
 
 
 class Wheel(bdist_wheel):

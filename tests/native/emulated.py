@@ -14,20 +14,23 @@ import pytest
 from longdraft.native import build
 
 MACHINE, PAGE = "aarch64-linux-gnu", 4096
+# A processor of qemu's with these instructions: the first two have none of the next.
+PROCESSORS = {"armv8-a": "cortex-a72", "armv8.2-a-dotprod": "neoverse-n1", "armv8.2-a-i8mm": "max"}
 INTS, FLOATS = 24, 4
 CALL = struct.Struct(f"<32s{INTS}q{FLOATS}f")
 
 
 def library(level: str) -> Library:
-    """The kernels for an instruction set of aarch64, by Debian's cross compiler and qemu; for one process at a time."""
+    """The kernels for an instruction set of aarch64, by Debian's cross compiler and qemu."""
     compiler = f"{MACHINE}-g++"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
         kernels = build.ensure_compiled(level)
-    program = kernels.with_name("emulated")
+    program = kernels.with_suffix(".emulated")
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run([compiler, "-std=c++17", "-O1", "-Wall", "-Werror", str(source), "-o", str(program)], check=True)
-    return Library([f"qemu-{MACHINE.split('-')[0]}", "-L", f"/usr/{MACHINE}", str(program), str(kernels)])
+    emulator = [f"qemu-{MACHINE.split('-')[0]}", "-cpu", PROCESSORS[level], "-L", f"/usr/{MACHINE}"]
+    return Library([*emulator, str(program), str(kernels)])
 
 
 class Library:
@@ -75,14 +78,15 @@ class Library:
 
 class _Function:
     def __init__(self, library: Library, name: str) -> None:
-        self._library, self._name = library, name
+        self._library, self.__name__ = library, name
         self.argtypes: list[Any] = []
         self.restype: Any = ctypes.c_int
+        self.errcheck: Any = lambda result, function, args: result
 
     def __call__(self, *args: Any) -> int:
-        if self._name == "longdraft_set_parallel_entry":  # this process's threads are none of the emulator's
+        if self.__name__ == "longdraft_set_parallel_entry":  # this process's threads are none of the emulator's
             return 0
         floats = [x for x, kind in zip(args, self.argtypes, strict=True) if kind is ctypes.c_float]
         ints = [x for x, kind in zip(args, self.argtypes, strict=True) if kind is not ctypes.c_float]
         places = [x if isinstance(x, int) else 0 if x is None else ctypes.addressof(x) for x in ints]
-        return self._library.call(self._name, places, floats)
+        return self.errcheck(self._library.call(self.__name__, places, floats), self, args)

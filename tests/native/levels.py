@@ -1,4 +1,4 @@
-"""The instruction sets that native tests run for: all that this machine executes, or another processor's, emulated."""
+"""The instruction sets that native tests run for: all that this machine executes, or another machine's, emulated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from longdraft.native import build
 from longdraft.native.library import NATIVE_ENV, Kernels
 from tests.native import emulated
 
-# `make test-arm` names it.
-EMULATED = os.environ.get("LONGDRAFT_EMULATED")
+# Names of build.LEVELS, from `make test-arm`.
+EMULATED = os.environ.get("LONGDRAFT_EMULATED", "").split()
 
 
 def _levels() -> list[str]:
@@ -26,7 +26,9 @@ def _levels() -> list[str]:
         return []
 
 
-LEVELS = [EMULATED] if EMULATED else _levels()
+LEVELS = EMULATED or _levels()
+# Results have the same bits on all of these: beside emulated ones, this machine's most portable one.
+COMPARED_LEVELS = LEVELS if LEVELS is not EMULATED else [*EMULATED, *_levels()[-1:]]
 # Whether the kernels that serve here attend in tiles, whose products are of numbers in bfloat16.
 TILES = (found := native.kernels()) is not None and found.level.endswith("amx")
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native.unavailable_reason()}")
@@ -34,4 +36,4 @@ needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels here: {native
 
 @cache
 def kernels_of(level: str) -> Kernels:
-    return Kernels(emulated.library(level) if level == EMULATED else build.load_library(level), level)
+    return Kernels(emulated.library(level) if level in EMULATED else build.load_library(level), level)

@@ -81,7 +81,7 @@ def test_a_cached_library_needs_no_compiler(tmp_path, quick, monkeypatch, anew):
 @needs_kernels
 def test_a_prebuilt_library_needs_no_cache_and_no_compiler(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(build, "PREBUILT_DIR", tmp_path / "wheel")
-    names = {level: build.compile_kernels(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8-a")}
+    names = {level: build.compile_kernels(level, tmp_path / "made").name for level in ("x86-64-v4", "armv8.2-a-i8mm")}
     monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "wheel").mkdir()
@@ -98,9 +98,38 @@ def become(monkeypatch, machine: str, system: str = "linux") -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: machine)
 
 
-def test_each_machine_has_instruction_sets_of_its_own(monkeypatch):
-    become(monkeypatch, "aarch64")
-    assert build.supported_levels() == ["armv8-a"]
+def has_features(monkeypatch, machine: str, line: str) -> None:
+    read = Path.read_text
+    become(monkeypatch, machine)
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a, **k: line if path.name == "cpuinfo" else read(path, *a, **k)
+    )
+
+
+AVX2 = "flags : abm avx avx2 bmi1 bmi2 f16c fma movbe"
+AVX512 = f"{AVX2} avx512bw avx512cd avx512dq avx512f avx512vl"
+NEON, DOTPROD = "Features : fp asimd", "Features : fp asimd atomics crc32 asimdrdm asimddp"
+
+
+@pytest.mark.parametrize(
+    ("machine", "line", "levels"),
+    [
+        ("x86_64", AVX2, "v3"),  # Haswell, Zen 3
+        ("x86_64", f"{AVX2} avx_vnni", "v3-vnni v3"),  # Alder Lake
+        ("x86_64", AVX512, "v4 v3"),  # Skylake-X
+        ("x86_64", f"{AVX512} avx512_vnni", "v4-vnni v4 v3"),  # Zen 4
+        ("x86_64", f"{AVX512} avx512_vnni avx_vnni", "v4-vnni v4 v3-vnni v3"),  # Zen 5
+        ("aarch64", NEON, "armv8-a"),  # Raspberry Pi 4
+        ("aarch64", DOTPROD, "dotprod armv8-a"),  # Raspberry Pi 5
+        ("aarch64", f"{DOTPROD} i8mm", "i8mm dotprod armv8-a"),  # Graviton 3
+    ],
+)
+def test_each_machine_has_instruction_sets_of_its_own(machine, line, levels, monkeypatch):
+    has_features(monkeypatch, machine, f"processor : 0\n{line}\n")
+    assert [build.option_name(level) for level in build.supported_levels()] == levels.split()
+
+
+def test_other_machines_have_none(monkeypatch):
     become(monkeypatch, "riscv64")
     with pytest.raises(OSError, match="riscv64"):
         build.supported_levels()
@@ -141,14 +170,33 @@ def test_amx_is_not_used_without_permission(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["v3", "v4", "v4-vnni", "v4-amx"])
-def test_an_instruction_set_by_name(name, monkeypatch, anew):
-    monkeypatch.setenv("LONGDRAFT_NATIVE", name)
+@pytest.mark.parametrize("level", build.LEVELS)
+def test_an_instruction_set_by_name(level, monkeypatch, anew):
+    monkeypatch.setenv("LONGDRAFT_NATIVE", build.option_name(level))
     found = native.kernels()
-    if f"x86-64-{name}" in build.supported_levels():
-        assert found is not None and found.level == f"x86-64-{name}"
+    if level in build.supported_levels():
+        assert found is not None and found.level == level
     else:
         assert found is None and "does not execute" in (native.unavailable_reason() or "")
+
+
+@needs_kernels
+def test_a_compiler_that_knows_fewer_instruction_sets(tmp_path, quick, monkeypatch, anew, caplog):
+    """The widest that it knows is used, and the log says so."""
+    *wider, portable = build.supported_levels()
+    if not wider:
+        pytest.skip("this processor has one instruction set")
+    target_flags = "|".join(f"*{build.LEVELS[level].flags.split()[0]}*" for level in wider)
+    compiler_that(
+        monkeypatch,
+        tmp_path,
+        f'case "$*" in {target_flags}) echo no such flag >&2; exit 1; esac\nexec {os.environ["CXX"]} "$@"',
+    )
+    monkeypatch.setenv("LONGDRAFT_CACHE", str(tmp_path / "cache"))
+    loaded = native.kernels()
+    assert loaded is not None and loaded.level == portable
+    (record,) = (r for r in caplog.records if "cannot be compiled" in r.message)
+    assert "no such flag" in record.message and f"LONGDRAFT_NATIVE={build.option_name(portable)}" in record.message
 
 
 def compiler_that(monkeypatch, tmp_path, script: str) -> None:
@@ -164,11 +212,7 @@ def spoiled_cache(monkeypatch, tmp_path):
 
 
 def old_processor(monkeypatch, tmp_path):
-    read, flags = Path.read_text, "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
-    become(monkeypatch, "x86_64")
-    monkeypatch.setattr(
-        Path, "read_text", lambda path, *a, **k: f"flags : {flags}" if path.name == "cpuinfo" else read(path, *a, **k)
-    )
+    has_features(monkeypatch, "x86_64", "flags : cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3")
 
 
 WARNING, INFO = logging.WARNING, logging.INFO

@@ -12,7 +12,7 @@ from longdraft.memory.memory_info import format_bytes
 from longdraft.model.layers.skinny_gemm import kernel_weights_of
 from longdraft.model.quant.stored_model import has_stored_weights
 from longdraft.model.runner import TargetRunner
-from longdraft.native.build import LEVEL_NAMES
+from longdraft.native.build import LEVELS
 from longdraft.native.library import HEAD_DIM_MULTIPLE, NO_KERNELS_COST
 
 _HALF_NAMES = {"BF16": "bfloat16", "F16": "float16"}  # GGUF's name of a dtype -> torch's
@@ -44,7 +44,7 @@ class KernelReport:
         """The report in one line, as commands print it."""
         if self.level is None:
             return f"torch's, not longdraft's own: {self.reason}" + (f". {self.cost}" if self.cost else "")
-        name = f"longdraft's own for {LEVEL_NAMES[self.level]}"
+        name = f"longdraft's own for {LEVELS[self.level].title}"
         if not self.weights:
             return name
         formats = f"weights in {' and '.join(self.weights)}, {self.arithmetic} arithmetic"

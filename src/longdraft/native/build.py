@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 logger = logging.getLogger("longdraft")
 
@@ -36,28 +37,43 @@ _OPTIMIZATION = {"matmul_int8.cpp": "-O2"}
 # Number and arguments of the system call that asks for AMX: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
-# For each machine its instruction sets (levels), widest first, with the /proc/cpuinfo flags that each adds to the next.
+
+class Level(NamedTuple):
+    """An instruction set.
+
+    Attributes:
+        machine: name of the machines that have it, as :func:`platform.machine` says it.
+        title: name for messages.
+        base: the instruction set that it extends, or None. It has the base's features and compiler flags too.
+        features: what /proc/cpuinfo must list.
+        flags: compiler flags; a later -march replaces an earlier one.
+    """
+
+    machine: str
+    title: str
+    base: str | None
+    features: str
+    flags: str
+
+
+# For each machine the widest instruction set first. Old compilers suffice for AMX, which is in assembly (isa/amx.h).
 LEVELS = {
-    "x86_64": {
-        "x86-64-v4-amx": "amx_tile amx_int8 amx_bf16 avx512_bf16",  # int8 and bfloat16 tiles
-        "x86-64-v4-vnni": "avx512_vnni",  # int8 dot products (vpdpbusd)
-        "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
-        "x86-64-v3": "avx avx2 bmi1 bmi2 f16c fma abm movbe",
-    },
-    "aarch64": {"armv8-a": ""},  # every aarch64 processor has NEON
-}
-# Instruction set -> its name in messages. LONGDRAFT_NATIVE takes names without ``x86-64-``, such as v4-vnni.
-LEVEL_NAMES = {
-    "x86-64-v4-amx": "AVX-512 with AMX",
-    "x86-64-v4-vnni": "AVX-512 with VNNI",
-    "x86-64-v4": "AVX-512",
-    "x86-64-v3": "AVX2",
-    "armv8-a": "NEON",
-}
-# Compiler flags of instruction sets that -march has no name for. Old compilers suffice: AMX is in assembly (isa/amx.h).
-_TARGET_FLAGS = {
-    "x86-64-v4-amx": ("-march=x86-64-v4", "-mavx512vnni", "-DLONGDRAFT_AMX"),
-    "x86-64-v4-vnni": ("-march=x86-64-v4", "-mavx512vnni"),
+    "x86-64-v4-amx": Level(
+        "x86_64", "AVX-512 with AMX", "x86-64-v4-vnni", "amx_tile amx_int8 amx_bf16 avx512_bf16", "-DLONGDRAFT_AMX"
+    ),
+    "x86-64-v4-vnni": Level("x86_64", "AVX-512 with VNNI", "x86-64-v4", "avx512_vnni", "-mavx512vnni"),
+    "x86-64-v4": Level(
+        "x86_64", "AVX-512", "x86-64-v3", "avx512f avx512bw avx512cd avx512dq avx512vl", "-march=x86-64-v4"
+    ),
+    "x86-64-v3-vnni": Level("x86_64", "AVX2 with VNNI", "x86-64-v3", "avx_vnni", "-mavxvnni"),
+    "x86-64-v3": Level("x86_64", "AVX2", None, "avx avx2 bmi1 bmi2 f16c fma abm movbe", "-march=x86-64-v3"),
+    "armv8.2-a-i8mm": Level(
+        "aarch64", "NEON with int8 matrix products", "armv8.2-a-dotprod", "i8mm", "-march=armv8.2-a+dotprod+i8mm"
+    ),
+    "armv8.2-a-dotprod": Level(
+        "aarch64", "NEON with dot products", "armv8-a", "asimddp asimdrdm atomics crc32", "-march=armv8.2-a+dotprod"
+    ),
+    "armv8-a": Level("aarch64", "NEON", None, "", "-march=armv8-a"),  # every aarch64 processor has NEON
 }
 # Folder for the shared objects of a wheel, beside the sources.
 PREBUILT_DIR = "compiled"
@@ -67,29 +83,42 @@ class UnsupportedPlatformError(OSError):
     """The kernels do not support this processor or operating system."""
 
 
-def platform_levels() -> dict[str, str]:
-    """Returns the instruction sets of :data:`LEVELS` for this machine; raises UnsupportedPlatformError without any."""
-    if sys.platform != "linux" or platform.machine() not in LEVELS:
-        supported = " and ".join(LEVELS)
+class CompilerError(OSError):
+    """There is no C++ compiler, or it fails."""
+
+
+def option_name(level: str) -> str:
+    """Returns the name of an instruction set in LONGDRAFT_NATIVE."""
+    return level.removeprefix("x86-64-").removeprefix("armv8.2-a-")
+
+
+def platform_levels() -> list[str]:
+    """Returns the instruction sets of this machine, the widest first; raises UnsupportedPlatformError without any."""
+    levels = [name for name, level in LEVELS.items() if level.machine == platform.machine()]
+    if sys.platform != "linux" or not levels:
+        supported = " and ".join(dict.fromkeys(level.machine for level in LEVELS.values()))
         raise UnsupportedPlatformError(
             f"kernels are compiled for Linux on {supported}, this is {sys.platform} on {platform.machine()}"
         )
-    return LEVELS[platform.machine()]
+    return levels
+
+
+def _with_bases(level: str | None) -> list[Level]:
+    """Returns an instruction set's base of bases, and what extends it, the set itself last."""
+    return [] if level is None else [*_with_bases(LEVELS[level].base), LEVELS[level]]
 
 
 def supported_levels() -> list[str]:
     """Returns the instruction sets that this machine executes, the widest first; raises UnsupportedPlatformError."""
-    levels, flags = platform_levels(), set[str]()
+    levels, features = platform_levels(), set[str]()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("flags"):
-                flags = set(line.split())
+            if line.startswith(("flags", "Features")):  # x86-64, aarch64
+                features = set(line.split())
                 break
-    if "amx_tile" in flags and not request_amx_permission():
-        flags.remove("amx_tile")
-    # An instruction set requires the flags of all narrower ones too.
-    names = list(levels)
-    return [name for i, name in enumerate(names) if all(flags >= set(levels[below].split()) for below in names[i:])]
+    if "amx_tile" in features and not request_amx_permission():
+        features.remove("amx_tile")
+    return [name for name in levels if all(features >= set(level.features.split()) for level in _with_bases(name))]
 
 
 def request_amx_permission() -> bool:
@@ -129,7 +158,8 @@ def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[
         progress: called with a line of text before compiling.
 
     Raises:
-        OSError: there is no compiler, compiling fails, or the folder is not writable.
+        CompilerError: there is no compiler, or compiling fails.
+        OSError: the folder is not writable.
     """
     folder = folder or _cache_dir()
     file = folder / library_file_name(level)
@@ -143,9 +173,9 @@ def ensure_compiled(level: str, folder: Path | None = None, progress: Callable[[
             progress(line)
         try:
             compile_kernels(level, folder)
+        except CompilerError:
+            raise
         except OSError as error:
-            if error.errno is None:  # from the compiler
-                raise
             raise OSError(
                 f"{folder} cannot be written to ({error.strerror}): set LONGDRAFT_CACHE to a writable folder"
             ) from None
@@ -156,7 +186,8 @@ def compile_kernels(level: str, folder: Path) -> Path:
     """Compiles the kernels for an instruction set, which this machine need not support; returns the file in ``folder``.
 
     Raises:
-        OSError: without an errno, there is no compiler or compiling fails; with an errno, the folder is not writable.
+        CompilerError: there is no compiler, or compiling fails.
+        OSError: the folder is not writable.
     """
     compiler = _find_compiler()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,7 +213,8 @@ def library_file_name(level: str) -> str:
 def _compile(compiler: list[str], level: str, source_dir: Path, output_dir: Path) -> Path:
     def compile_one(name: str) -> str:
         output = str(output_dir / f"{name}.o")
-        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS, *_TARGET_FLAGS.get(level, (f"-march={level}",)))
+        target_flags = [flag for base in _with_bases(level) for flag in base.flags.split()]
+        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS, *target_flags)
         _run_compiler([*compiler, *flags, "-c", str(source_dir / name), "-o", output])
         return output
 
@@ -196,11 +228,11 @@ def _run_compiler(command: list[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
-        raise OSError(f"{command[0]} took longer than {_TIMEOUT} seconds") from None
+        raise CompilerError(f"{command[0]} took longer than {_TIMEOUT} seconds") from None
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         error = next((line for line in lines if "error" in line), lines[-1])
-        raise OSError(f"{command[0]} failed: {error}")
+        raise CompilerError(f"{command[0]} failed: {error}")
 
 
 def _find_compiler() -> list[str]:
@@ -211,7 +243,7 @@ def _find_compiler() -> list[str]:
         path = shutil.which(command[0]) if command else None
         if path:
             return [path, *command[1:]]
-    raise OSError(f"no C++ compiler ({requested or 'g++, clang++'}) was found: install one, or name it in CXX")
+    raise CompilerError(f"no C++ compiler ({requested or 'g++, clang++'}) was found: install one, or name it in CXX")
 
 
 def _open_private(file: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,11 +9,8 @@ from typing import NamedTuple
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.header import STRUCTURES, Pointer
 from longdraft.native.recurrent import CausalConv, LinearRecurrence, RecurrentSequence, SequenceStruct
-from longdraft.native.structures import StackLayer, matrix_struct
-
-_NORM_NAMES = ("norm", "mlp_norm", "out_norm")
+from longdraft.native.structures import StackLayer, make_struct, weight_fields
 
 
 @dataclass(frozen=True)
@@ -69,14 +65,18 @@ class GatedDeltaNetLayer(StackLayer):
     def __post_init__(self) -> None:
         dims, (weight, bias) = self.dims, self.conv
         rule = LinearRecurrence(delta_rule=True, qk_l2norm=True, scale=float(dims.head_k_dim**-0.5))
-        norms, (gate_weight, _) = [self.norms[name] for name in _NORM_NAMES], self.projections[5]
-        self.struct = STRUCTURES["GatedDeltaNetLayer"](
-            *(address(norm) for norm, _ in norms), *(eps for _, eps in norms), self.norm_weight_offset,
-            *map(matrix_struct, self.projections), CausalConv(*weight.shape, address(weight), address(bias), True),
-            rule.struct(dims.num_v_heads, dims.cached_k_heads, dims.head_k_dim, dims.head_v_dim, decay_per_key=False),
-            *(address(x, min_numel=dims.num_v_heads) for x in (self.neg_exp_a, self.dt_bias)),
-            address(self.head_order, torch.long, dims.num_v_heads),
-            dims.num_k_heads, self.hidden_size, gate_weight.shape[0], self.gelu,
+        names = ("qkv", "z", "b", "a", "o", "gate", "up", "down")
+        fields = weight_fields(self.norms, names, self.projections, out_norm=dims.head_v_dim)
+        num_k_heads, k_dim, v_dim = dims.cached_k_heads, dims.head_k_dim, dims.head_v_dim
+        self.struct = make_struct(
+            "GatedDeltaNetLayer", **fields, norm_offset=self.norm_weight_offset,
+            conv=CausalConv(*weight.shape, address(weight), address(bias), silu=True),
+            recurrence=rule.struct(dims.num_v_heads, num_k_heads, k_dim, v_dim, decay_per_key=False),
+            neg_exp_a=address(self.neg_exp_a, min_numel=dims.num_v_heads),
+            dt_bias=address(self.dt_bias, min_numel=dims.num_v_heads),
+            head_order=address(self.head_order, torch.long, dims.num_v_heads),
+            n_k_heads=dims.num_k_heads, hidden_size=self.hidden_size,
+            intermediate_size=fields["gate"].n_out, gelu=self.gelu,
         )  # fmt: skip
 
     @property
@@ -109,9 +109,9 @@ class DeltaNetBatch:
 
     def __init__(self, sequences: Sequence[DeltaNetSequence], conv_indices: Sequence[torch.Tensor]) -> None:
         conv_states, conv_inputs, recurrences = zip(*sequences, strict=True)
-        structures = (SequenceStruct * len(recurrences))(*(recurrence.struct() for recurrence in recurrences))
-        addresses = [[address(x, torch.long) for x in conv_indices]]
-        addresses += [list(map(address, x)) for x in (conv_inputs, conv_states)]
-        pointers = [(Pointer * len(x))(*x) for x in addresses]
-        self._keepalive = sequences, conv_indices, structures, pointers
-        self.struct = STRUCTURES["DeltaNetBatch"](*map(ctypes.addressof, pointers), structures)
+        self._keepalive = sequences, conv_indices
+        self.struct = make_struct(
+            "DeltaNetBatch", conv_indices=[address(x, torch.long) for x in conv_indices],
+            conv_inputs=list(map(address, conv_inputs)), conv_states=list(map(address, conv_states)),
+            sequences=(SequenceStruct * len(recurrences))(*(recurrence.struct() for recurrence in recurrences)),
+        )  # fmt: skip

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.header import STRUCTURES, Int64
-from longdraft.native.structures import LinearWeights, Matrix, matrix_struct
-
-NORM_NAMES = ("norm", "feature_norm", "cross_norm", "mlp_norm", "final_norm")
-PROJECTION_NAMES = ("q", "k", "v", "o", "cross_q", "cross_o", "gate", "up", "down", "head")
+from longdraft.native.structures import LinearWeights, make_struct, matrix_struct
 
 
 @dataclass(eq=False)
@@ -21,8 +16,8 @@ class DraftBlock:
     """A draft's decoder block and head.
 
     Attributes:
-        norms: name in :data:`NORM_NAMES` -> weight (hidden_size,); ``feature_norm`` for EAGLE-3 only.
-        projections: name in :data:`PROJECTION_NAMES` -> weights.
+        norms: norm, mlp_norm, final_norm; EAGLE-3: feature_norm; LongSpec: cross_norm -> weight (hidden_size,).
+        projections: q, k, v, o, gate, up, down, head; LongSpec: cross_q, cross_o -> weights.
         num_heads, num_kv_heads, head_dim: number of query heads; of KV heads; size of a head, a multiple of 16.
         eps: epsilon of all norms.
         norm_before_residual: True: the attention's residual is the normalized input; False: the input itself.
@@ -40,13 +35,14 @@ class DraftBlock:
     def __post_init__(self) -> None:
         norms, projections = self.norms, self.projections
         self.hidden_size, self.vocab_size = norms["norm"].shape[0], projections["head"][0].shape[0]
-        self.struct = STRUCTURES["DraftBlock"](
-            *(address(norms.get(name), min_numel=self.hidden_size) for name in NORM_NAMES),
-            *(self.eps, self.head_dim**-0.5),
-            *(matrix_struct(projections[name]) if name in projections else Matrix() for name in PROJECTION_NAMES),
-            *(self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim),
-            *(projections["gate"][0].shape[0], self.norm_before_residual),
-        )
+        self.struct = make_struct(
+            "DraftBlock",
+            **{name: address(weight, min_numel=self.hidden_size) for name, weight in norms.items()},
+            **{name: matrix_struct(weights) for name, weights in projections.items()},
+            eps=self.eps, scale=self.head_dim**-0.5,
+            hidden_size=self.hidden_size, n_heads=self.num_heads, n_kv_heads=self.num_kv_heads, d=self.head_dim,
+            intermediate_size=projections["gate"][0].shape[0], norm_before_residual=self.norm_before_residual,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -82,16 +78,11 @@ class DraftLevelInput:
 
     def __post_init__(self) -> None:
         self.num_queries = len(self.num_tokens) * self.query_len
-        inputs = self.embeds, self.features, self.cos, self.sin, self.mask
-        embeds, features, cos, sin, mask = tensors = [None if t is None else t.contiguous() for t in inputs]
-        lists = self.num_tokens, self.slots, self.kv_starts, self.kv_lens, self.target_kv_lens
-        numbers = [None if n is None else (Int64 * len(n))(*n) for n in lists]
-        self._keepalive = tensors, numbers
-        num_tokens, slots, kv_starts, kv_lens, target_kv_lens = (
-            None if n is None else ctypes.addressof(n) for n in numbers
-        )
-        self.struct = STRUCTURES["DraftLevelInput"](
-            *(len(self.num_tokens), self.query_len, num_tokens, slots),
-            *(*map(address, (embeds, features, cos, sin)), kv_starts, kv_lens),
-            *(address(mask, torch.bool), 0 if mask is None else mask.shape[-1], target_kv_lens),
-        )
+        self.struct = make_struct(
+            "DraftLevelInput", n_sequences=len(self.num_tokens), query_len=self.query_len, n_tokens=self.num_tokens,
+            slots=self.slots, embeds=self.embeds.contiguous(),
+            features=None if self.features is None else self.features.contiguous(),
+            cos=self.cos.contiguous(), sin=self.sin.contiguous(), kv_starts=self.kv_starts, kv_lens=self.kv_lens,
+            masks=None if self.mask is None else self.mask.contiguous(),
+            mask_width=0 if self.mask is None else self.mask.shape[-1], target_kv_lens=self.target_kv_lens,
+        )  # fmt: skip

@@ -46,10 +46,11 @@ class ExpertWeights:
         bias = None if self.bias is None else address(self.bias[expert_id], min_numel=out_features)
         if isinstance(w, QuantizedMatrix):
             data, stride, int8_layout = w.kernel_address(expert_id * out_features)
-            return Matrix(data, bias, None, stride, out_features, 0, w.format_id, int8_layout)
-        format_id = ENUMS["Format"]["FLOAT32_TRANSPOSED" if self.transposed else "FLOAT32"]
-        data = address(w[expert_id], strided_rows=True)
-        return Matrix(data, bias, None, w.stride(1) * 4, out_features, 0, format_id, 0)
+            format_id = w.format_id
+        else:
+            data, stride, int8_layout = address(w[expert_id], strided_rows=True), w.stride(1) * w.itemsize, 0
+            format_id = ENUMS["Format"]["FLOAT32_TRANSPOSED" if self.transposed else "FLOAT32"]
+        return Matrix(w=data, bias=bias, w_stride=stride, n_out=out_features, format=format_id, int8_layout=int8_layout)
 
 
 class GroupedGemm:

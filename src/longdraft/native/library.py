@@ -18,7 +18,15 @@ import torch
 
 from longdraft.errors import MemoryBudgetError
 from longdraft.native.boundary import CPU_FLOAT32, CPU_INT64, address, allocate_bytes
-from longdraft.native.build import LEVELS, UnsupportedPlatformError, library_file_name, load_library, supported_levels
+from longdraft.native.build import (
+    LEVELS,
+    CompilerError,
+    UnsupportedPlatformError,
+    library_file_name,
+    load_library,
+    option_name,
+    supported_levels,
+)
 from longdraft.native.draft import DraftBlock, DraftLevelInput
 from longdraft.native.header import FUNCTIONS, STATUSES, STRUCTURES, Pointer
 from longdraft.native.int8_kv import KV_DTYPE_IDS, KVPair, KVTensor
@@ -38,7 +46,9 @@ from longdraft.native.structures import (
 
 logger = logging.getLogger("longdraft")
 
-NATIVE_ENV = "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; v3, v4, ...: the instruction set (_select_level)
+NATIVE_ENV = (
+    "LONGDRAFT_NATIVE"  # environment variable; 0: no kernels; v3, dotprod, ...: an instruction set (option_name)
+)
 # For messages: the cost of running without kernels (docs/cpu.md).
 NO_KERNELS_COST = "Decoding takes 1.5 to 4.5 times as long, the most where weights are stored in few bits"
 HEAD_DIM_MULTIPLE = 16  # attention kernels support head sizes that are multiples of this
@@ -208,10 +218,10 @@ class Kernels:
         structs = (STRUCTURES["AttentionMetadata"] * len(groups))(*(group.struct for group, _, _ in groups))
         kv = (KVCache * len(groups))(*(kv_struct(k, v) for _, k, v in groups))
         self.call(
-            *("stack", stack.struct, structs, kv, None if recurrent is None else recurrent.struct),
-            *(address(x, min_numel=batch_size * query_len * stack.layers[0].hidden_size), *layer_outputs, num_last),
-            *(address(out.logits), topk, address(out.topk_logprobs), address(out.topk_indices, torch.long)),
-        )
+            "stack", stack.struct, structs, kv, None if recurrent is None else recurrent.struct,
+            address(x, min_numel=batch_size * query_len * stack.layers[0].hidden_size), *layer_outputs, num_last,
+            address(out.logits), topk, address(out.topk_logprobs), address(out.topk_indices, torch.long),
+        )  # fmt: skip
         return out
 
     def draft_level(
@@ -319,8 +329,7 @@ def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels |
     with _lock:
         if not load_result:
             try:
-                level = _select_level()
-                load_result.append((Kernels(load_library(level, progress), level), None))
+                load_result.append((_load_widest(progress), None))
             except (OSError, AttributeError) as error:
                 # A warning, unless the processor is at fault, which the user cannot change.
                 severity = logging.INFO if isinstance(error, UnsupportedPlatformError) else logging.WARNING
@@ -330,16 +339,34 @@ def _load_once(progress: Callable[[str], None] | None = None) -> tuple[Kernels |
         return load_result[0]
 
 
-def _select_level() -> str:
-    """Returns the instruction set that LONGDRAFT_NATIVE names (v3, v4, v4-vnni, v4-amx), else the widest supported."""
-    supported, requested = supported_levels(), f"x86-64-{os.environ.get(NATIVE_ENV, '1')}"
-    if requested in LEVELS["x86_64"]:
-        if requested not in supported:
-            raise OSError(f"{NATIVE_ENV}={os.environ[NATIVE_ENV]}, which this processor does not execute: unset it")
-        return requested
+def _load_widest(progress: Callable[[str], None] | None) -> Kernels:
+    """Loads the kernels for the widest instruction set that the processor has and the compiler knows."""
+    levels, errors = _candidate_levels(), list[CompilerError]()
+    for level in levels:
+        try:
+            kernels = Kernels(load_library(level, progress), level)
+        except CompilerError as error:
+            errors.append(error)
+            continue
+        if errors:
+            message = "Kernels for %s cannot be compiled: %s. Those for %s are used, as with %s=%s."
+            titles = [LEVELS[name].title for name in (levels[0], level)]
+            logger.warning(message, titles[0], errors[0], titles[1], NATIVE_ENV, option_name(level))
+        return kernels
+    raise errors[0]
+
+
+def _candidate_levels() -> list[str]:
+    """Returns the instruction set that LONGDRAFT_NATIVE names (v3, dotprod, ...), else all supported, widest first."""
+    supported, requested = supported_levels(), os.environ.get(NATIVE_ENV)
+    for level in LEVELS:
+        if requested == option_name(level):
+            if level not in supported:
+                raise OSError(f"{NATIVE_ENV}={requested}, which this processor does not execute: unset it")
+            return [level]
     if not supported:
         raise UnsupportedPlatformError("the processor has no AVX2")
-    return supported[0]
+    return supported
 
 
 @cache

@@ -15,6 +15,7 @@ void float_outputs(const float *x, std::int64_t rows, std::int64_t n_in, const M
 //     block 0 of rows 0, 1, ..., 7, block 1 of rows 0, 1, ..., 7, ...
 // A last group of 5 or 7 rows gets a row of zeros, so that fewer kernels are compiled. With AMX, groups have tile_rows rows (the last is
 // padded by zeros), and pairs of blocks, which are a tile's row, take the place of blocks.
+// If ROW_RUN < 32 (isa.h), two rows of a group that are side by side alternate within a block, every ROW_RUN numbers.
 struct Int8Activations {
   static constexpr std::int64_t ROW_GROUP = 8;
 
@@ -55,6 +56,21 @@ struct Int8Activations {
   std::int64_t block_index(std::int64_t row, std::int64_t block) const {
     if (tile_rows) return row / tile_rows * tile_rows * (n_in / 32) + block / 2 * 2 * tile_rows + row % tile_rows * 2 + block % 2;
     return row / ROW_GROUP * ROW_GROUP * (n_in / 32) + block * group_rows(row) + row % ROW_GROUP;
+  }
+
+  // Returns where number i of a row's block lies, from the beginning of that block in qs.
+  std::int64_t offset_in_block(std::int64_t row, std::int64_t i) const {
+    const std::int64_t is_second = row % 2, in_pair = (row % ROW_GROUP | 1) < group_rows(row);
+    if (ROW_RUN == SUB_BLOCK || !in_pair) return i;
+    return (2 * (i / ROW_RUN) + is_second) * ROW_RUN + i % ROW_RUN - is_second * SUB_BLOCK;
+  }
+
+  // Sets a row's block of qs to 0.
+  void clear_block(std::int64_t row, std::int64_t block) const {
+    if (ROW_RUN == SUB_BLOCK) std::memset(qs + block_index(row, block) * SUB_BLOCK, 0, SUB_BLOCK);
+    for (std::int64_t i = 0; ROW_RUN < SUB_BLOCK && i < SUB_BLOCK; i += ROW_RUN) {
+      std::memset(qs + block_index(row, block) * SUB_BLOCK + offset_in_block(row, i), 0, ROW_RUN);
+    }
   }
 
   Block128 &block128(std::int64_t row, std::int64_t index) const {

@@ -58,9 +58,13 @@ ALWAYS_INLINE inline void mul_accumulate(const W &w, const SumScale<F> *sum_scal
     UNROLL for (int r = 0; r < R; r++) {
       products[r] = initial_sum<F>(F::SCALES_PER_SUB_BLOCK == 1 ? blocks[r].neg_sum : blocks[r].neg_half_sums[s]);
     }
-    UNROLL for (int i = s * COLUMNS_PER_SCALE; i < (s + 1) * COLUMNS_PER_SCALE; i++) {
-      const ivec codes = w(i);
-      UNROLL for (int r = 0; r < R; r++) products[r] = dot4_accumulate<F::MAX_CODE>(products[r], codes, qs + r * SUB_BLOCK + 4 * i);
+    if constexpr (HAVE_DOT_COLUMNS) {
+      dot_columns<F::MAX_CODE, R, COLUMNS_PER_SCALE>(w, s * COLUMNS_PER_SCALE, qs, products);
+    } else {
+      UNROLL for (int i = s * COLUMNS_PER_SCALE; i < (s + 1) * COLUMNS_PER_SCALE; i++) {
+        const ivec codes = w(i);
+        UNROLL for (int r = 0; r < R; r++) products[r] = dot4_accumulate<F::MAX_CODE>(products[r], codes, qs + r * SUB_BLOCK + 4 * i);
+      }
     }
     UNROLL for (int r = 0; r < R; r++) {
       if constexpr (F::HAS_MIN) {

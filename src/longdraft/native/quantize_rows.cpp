@@ -58,7 +58,7 @@ void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_b
         sum += shifted - ROUND_MAGIC;
         const ivec q = (ivec)shifted - 0x4b400000;  // the bits of ROUND_MAGIC
         if (b >= n_blocks) continue;
-        store_i8(out.qs + block_index(b) * SUB_BLOCK + offset, q);
+        store_i8(out.qs + block_index(b) * SUB_BLOCK + out.offset_in_block((first_block + b) / blocks_per_row, offset), q);
       }
       half_sums[h][b] = sum;
     }
@@ -91,7 +91,7 @@ void quantize_rows(const float *x, const Int8Activations &out, int threads) {
   });
   // Padding rows are set to zero, because arithmetic with leftover subnormal scales is slow.
   for (int64_t row = out.rows; row < out.padded_rows(); row++) {
-    for (int64_t i = 0; i < blocks_per_row; i++) std::memset(out.qs + out.block_index(row, i) * SUB_BLOCK, 0, SUB_BLOCK);
+    for (int64_t i = 0; i < blocks_per_row; i++) out.clear_block(row, i);
     for (int64_t i = 0; !out.tile_rows && i < blocks_per_row; i++) out.blocks[out.block_index(row, i)] = {};
     for (int64_t i = 0; out.tile_rows && i < blocks_per_row / 4; i++) out.block128(row, i) = {};
   }

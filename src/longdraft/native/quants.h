@@ -20,7 +20,7 @@ namespace {
 
 using std::int64_t;
 
-constexpr int SUB_BLOCK = 32, VECTORS_PER_SUB_BLOCK = SUB_BLOCK / LANES;
+constexpr int VECTORS_PER_SUB_BLOCK = SUB_BLOCK / LANES;
 constexpr int COLUMNS_PER_SUB_BLOCK = 8;  // a column has 4 codes of each row (packed_rows.h)
 
 // ggml's codebooks kvalues_iq4nl and kvalues_mxfp4, with the zero point added so that entries are unsigned. Entries of FP4 are twice the

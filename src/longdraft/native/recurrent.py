@@ -42,10 +42,11 @@ class LinearRecurrence:
         """Returns a layer's structure. decay_per_key: True: a decay for each key dimension; False: for each head."""
         l2norm_eps = 1e-6  # as in transformers
         return STRUCTURES["LinearRecurrence"](
-            *(num_v_heads, num_k_heads, head_k_dim, head_v_dim),
-            *(self.delta_rule, self.qk_l2norm, decay_per_key, self.scale, l2norm_eps),
-            *(address(x, min_numel=num_v_heads) for x in (self.a, self.dt_bias, self.d_skip)),
-        )
+            n_v_heads=num_v_heads, n_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim,
+            delta_rule=self.delta_rule, qk_l2norm=self.qk_l2norm, decay_per_key=decay_per_key,
+            scale=self.scale, eps=l2norm_eps, a=address(self.a, min_numel=num_v_heads),
+            dt_bias=address(self.dt_bias, min_numel=num_v_heads), d_skip=address(self.d_skip, min_numel=num_v_heads),
+        )  # fmt: skip
 
 
 class RecurrentInputs(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from longdraft.native.boundary import address
-from longdraft.native.header import CONSTANTS, ENUMS, STRUCTURES, Int64, Pointer
+from longdraft.native.header import CONSTANTS, ELEMENTS, ENUMS, STRUCTURES, Int64
 from longdraft.native.int8_kv import KV_DTYPE_IDS, Int8KV, KVTensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 
@@ -19,6 +19,31 @@ LinearWeights = tuple[torch.Tensor | QuantizedMatrix, torch.Tensor | None]
 Transform = Callable[[LinearWeights], LinearWeights]
 
 Matrix, SoftmaxParams, KVCache = (STRUCTURES[name] for name in ("Matrix", "SoftmaxParams", "KVCache"))
+
+# ctype of what a pointer points to -> dtype of a tensor for it.
+_DTYPES = {
+    ctypes.c_float: torch.float32, ctypes.c_uint8: torch.bool, ctypes.c_int32: torch.int32, Int64: torch.long,
+}  # fmt: skip
+
+
+def make_struct(name: str, **fields: Any) -> ctypes.Structure:
+    """Returns a structure of kernels.h, and keeps alive what its fields point to. Fields that are left out are 0.
+
+    Pointers take None, an address, a sequence of numbers or addresses, or a tensor, whose dtype and layout are checked.
+    """
+    elements, keepalive = ELEMENTS[name], list[Any]()
+    assert fields.keys() <= elements.keys(), f"{name} has no {fields.keys() - elements.keys()}"
+    for field_name, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            fields[field_name] = address(value, _DTYPES[elements[field_name]])
+            keepalive.append(value)
+        elif isinstance(value, Sequence):
+            array = (elements[field_name] * len(value))(*value)
+            fields[field_name] = ctypes.addressof(array)
+            keepalive.append(array)
+    struct = STRUCTURES[name](**fields)
+    struct.keepalive = keepalive
+    return struct
 
 
 def matrix_struct(
@@ -34,35 +59,55 @@ def matrix_struct(
     else:
         format_id = ENUMS["Format"]["FLOAT32"]
         data, stride, int8_layout = address(w, strided_rows=True), w.stride(0) * w.itemsize, 0
-    bias_data = address(bias, min_numel=w.shape[0])
-    return Matrix(data, bias_data, address(out), stride, w.shape[0], 0, format_id, int8_layout)
+    return Matrix(
+        w=data, bias=address(bias, min_numel=w.shape[0]), y=address(out), w_stride=stride, n_out=w.shape[0],
+        format=format_id, int8_layout=int8_layout,
+    )  # fmt: skip
 
 
 def kv_struct(keys: KVTensor, values: KVTensor) -> ctypes.Structure:
     """Returns the structure KVCache of keys and values (layers, slots, num_kv_heads, capacity, head_dim), of a dtype in
     :data:`KV_DTYPE_IDS`."""
-    scales: tuple[int | None, int | None, int, int, int] = (None, None, 0, 0, 0)
+    struct = KVCache(dtype=KV_DTYPE_IDS[keys.dtype])
     if isinstance(keys, Int8KV) and isinstance(values, Int8KV):
-        layer, slot, head, _ = keys.scales.stride()
-        scales = (address(keys.scales, strided_rows=True), address(values.scales, strided_rows=True), layer, slot, head)
+        struct.k_scale, struct.v_scale = (address(x.scales, strided_rows=True) for x in (keys, values))
+        struct.scale_layer_stride, struct.scale_slot_stride, struct.scale_head_stride, _ = keys.scales.stride()
         keys, values = keys.quants, values.quants
     assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
     k, v = keys.stride(), values.stride()
     if keys.shape != values.shape or (v[4] != 1 and values is not keys):
         raise TypeError(f"values must be contiguous, shaped like keys {keys.shape}; got {values.shape}, strides {v}")
-    data = (address(x if x.stride(4) == 1 else x.mT, keys.dtype, strided_rows=True) for x in (keys, values))
-    return KVCache(*data, k[0], v[0], *k[1:], *v[1:4], KV_DTYPE_IDS[keys.dtype], *scales)
+    rows = [x if x.stride(4) == 1 else x.mT for x in (keys, values)]
+    struct.k, struct.v = (address(x, keys.dtype, strided_rows=True) for x in rows)
+    struct.k_layer_stride, struct.k_slot_stride, struct.k_head_stride, struct.k_row_stride, struct.k_dim_stride = k
+    struct.v_layer_stride, struct.v_slot_stride, struct.v_head_stride, struct.v_row_stride, _ = v
+    return struct
 
 
 # Prompts of more tokens than this use longdraft_attend_prefill.
 FEW_TOKENS = CONSTANTS["FEW_TOKENS"]
 
-# In the order of the structure DecoderLayer.
-NORM_NAMES = ("norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "q_norm", "k_norm")
-
 # Weight and epsilon of an RMS norm.
 Norm = tuple[torch.Tensor, float]
 Layer = TypeVar("Layer", bound="StackLayer")
+
+
+def weight_fields(
+    norms: Mapping[str, Norm], names: Sequence[str], projections: Sequence[LinearWeights], **sizes: int
+) -> dict[str, Any]:
+    """Returns fields of a layer's structure: of norms (mlp_norm, mlp_eps, ...), and of projections.
+
+    Args:
+        norms: name -> weight and epsilon.
+        names: names of the projections.
+        projections: linear layers.
+        sizes: sizes of norms that are not (hidden_size,).
+    """
+    fields: dict[str, Any] = dict(zip(names, map(matrix_struct, projections), strict=True))
+    for name, (weight, eps) in norms.items():
+        fields[name] = address(weight, min_numel=sizes.get(name, norms["norm"][0].shape[0]))
+        fields[name.replace("norm", "eps")] = eps
+    return fields
 
 
 class HasStruct(Protocol):
@@ -124,18 +169,15 @@ class DecoderLayer(StackLayer):
     norm_weight_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        d, projections = self.head_dim, self.projections
-        q_features, intermediate_size = projections[0][0].shape[0], projections[4][0].shape[0]
+        d, names = self.head_dim, ("q", "k", "v", "o", "gate", "up", "down")
+        fields = weight_fields(self.norms, names, self.projections, q_norm=d, k_norm=d)
         self.sinks = None if self.sinks is None else self.sinks.detach().float().contiguous()
-        norms = [self.norms.get(name) for name in NORM_NAMES]
-        sizes = (*[self.hidden_size] * 4, d, d)
-        self.struct = STRUCTURES["DecoderLayer"](
-            *(address(norm and norm[0], min_numel=size) for norm, size in zip(norms, sizes, strict=True)),
-            *(0.0 if norm is None else norm[1] for norm in norms),
-            self.norm_weight_offset,
-            SoftmaxParams(self.scale, self.softcap or 0.0, address(self.sinks, min_numel=self.num_heads)),
-            *map(matrix_struct, projections), self.hidden_size, self.num_heads, self.num_kv_heads, d,
-            intermediate_size, self.gelu, q_features == 2 * self.num_heads * d,
+        self.struct = make_struct(
+            "DecoderLayer", **fields, norm_offset=self.norm_weight_offset,
+            softmax=SoftmaxParams(self.scale, self.softcap or 0.0, address(self.sinks, min_numel=self.num_heads)),
+            hidden_size=self.hidden_size, n_heads=self.num_heads, n_kv_heads=self.num_kv_heads, d=d,
+            intermediate_size=fields["gate"].n_out, gelu=self.gelu,
+            gated_attn=fields["q"].n_out == 2 * self.num_heads * d,
         )  # fmt: skip
 
 
@@ -163,19 +205,15 @@ class DecoderStack:
 
     def __post_init__(self) -> None:
         num_layers, hidden_size = len(self.layers), self.layers[0].hidden_size
-        # Attention layers, then recurrent layers: null where a layer is of the other kind.
-        self._keepalive: list[ctypes.Array[Any]] = [
-            (Pointer * num_layers)(
-                *(ctypes.addressof(x.struct) if x.is_recurrent == is_recurrent else None for x in self.layers)
-            )
-            for is_recurrent in (False, True)
-        ]
-        indices = self.kv_group_ids or [0] * num_layers, self.index_in_group or range(num_layers)
-        self._keepalive += [(Int64 * num_layers)(*x) for x in indices]
-        weight, eps = (None, 0.0) if self.norm is None else (address(self.norm[0], min_numel=hidden_size), self.norm[1])
-        self.struct = STRUCTURES["DecoderStack"](
-            *map(ctypes.addressof, self._keepalive), num_layers, hidden_size, weight, eps, self.norm_weight_offset,
-            self.softcap or 0.0, Matrix() if self.head is None else matrix_struct(self.head),
+        weight, eps = self.norm or (None, 0.0)
+        self.struct = make_struct(
+            "DecoderStack",
+            layers=[None if x.is_recurrent else ctypes.addressof(x.struct) for x in self.layers],
+            delta_layers=[ctypes.addressof(x.struct) if x.is_recurrent else None for x in self.layers],
+            kv_group=self.kv_group_ids or [0] * num_layers, index_in_group=self.index_in_group or range(num_layers),
+            n_layers=num_layers, hidden_size=hidden_size, norm=address(weight, min_numel=hidden_size), eps=eps,
+            norm_offset=self.norm_weight_offset, softcap=self.softcap or 0.0,
+            head=Matrix() if self.head is None else matrix_struct(self.head),
         )  # fmt: skip
 
     @property
@@ -215,13 +253,13 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         num_sequences, query_len, rotary_dim = self.cos.shape
-        numbers = [(Int64 * num_sequences)(*x) for x in (self.slots, self.kv_write_start, self.kv_lens)]
-        mask = None if self.mask is None else self.mask.contiguous()
-        window_start = None if self.window_start is None else self.window_start.int().contiguous()
-        cos, sin = self.cos.contiguous(), self.sin.contiguous()
-        self._keepalive = cos, sin, numbers, mask, window_start
-        self.struct = STRUCTURES["AttentionMetadata"](
-            num_sequences, query_len, address(cos), address(sin, min_numel=cos.numel()), rotary_dim,
-            *(ctypes.addressof(x) for x in numbers), address(mask, torch.bool), address(window_start, torch.int32),
-            0 if mask is None else mask.shape[-1], self.prefill,
+        if self.sin.shape != self.cos.shape:
+            raise TypeError(f"cos and sin must have one shape, got {tuple(self.cos.shape)} and {tuple(self.sin.shape)}")
+        self.struct = make_struct(
+            "AttentionMetadata", n_sequences=num_sequences, query_len=query_len,
+            cos=self.cos.contiguous(), sin=self.sin.contiguous(), rotary_dim=rotary_dim,
+            slots=self.slots, kv_write_start=self.kv_write_start, kv_lens=self.kv_lens,
+            masks=None if self.mask is None else self.mask.contiguous(),
+            window_start=None if self.window_start is None else self.window_start.int().contiguous(),
+            mask_width=0 if self.mask is None else self.mask.shape[-1], prefill=self.prefill,
         )  # fmt: skip

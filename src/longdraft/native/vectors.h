@@ -71,13 +71,6 @@ template <int N, typename F> inline void static_for(const F &f) {
   f(std::integral_constant<int, N - 1>{});
 }
 
-// Loops over arrays of vectors must be unrolled, or the compiler keeps the arrays in memory, not in registers.
-#if defined(__clang__)
-#define UNROLL _Pragma("unroll")
-#else
-#define UNROLL _Pragma("GCC unroll 32")
-#endif
-
 static inline vec load(const float *p) { return *reinterpret_cast<const unaligned_vec *>(p); }
 
 static inline void store(float *p, vec x) { *reinterpret_cast<unaligned_vec *>(p) = x; }

@@ -36,6 +36,16 @@ ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t stride) {
   return (vec)_mm256_loadu2_m128i(reinterpret_cast<const __m128i *>(rows + 4 * stride), reinterpret_cast<const __m128i *>(rows));
 }
 
+#if defined(__AVXVNNI__)
+constexpr int DOT4_MAX_CODE = 255;
+
+template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
+  static_assert(MAX_CODE <= DOT4_MAX_CODE);
+  std::int32_t x4_bits;
+  std::memcpy(&x4_bits, x4, sizeof x4_bits);
+  return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x4_bits));
+}
+#else
 constexpr int DOT4_MAX_CODE = 127;  // vpmaddubsw saturates for larger codes
 
 template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
@@ -49,3 +59,4 @@ template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, con
   }
   return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
 }
+#endif

@@ -12,6 +12,10 @@
 //   load_quarters(rows, stride)   loads 16 bytes from each of LANES / 4 rows: 0, 4, 8 and 12 with AVX-512, 0 and 4 with AVX2, 0 with NEON
 //   dot4_accumulate(sum, w, x4)   in each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4
 //                                 (-127 to 127). Subtracts 128 from codes, by flipping their highest bit, if MAX_CODE > DOT4_MAX_CODE.
+// neon_dot.h has instead of dot4_accumulate (HAVE_DOT_COLUMNS):
+//   dot_columns(w, first, x, sums)  adds to sums (R) the dot products of COUNT columns of codes w(i), from `first` on, with R rows of a
+//                                 sub-block's activations
+//   ROW_RUN                       numbers of a row that lie side by side in these activations (matmul.h)
 #pragma once
 
 #include <cstdint>
@@ -19,12 +23,21 @@
 
 typedef std::uint8_t byte;
 
+constexpr int SUB_BLOCK = 32;  // weights of a row that share a scale, or two (quants.h)
+
 // Vectors of 32 bytes on every instruction set, for a sub-block of a single row.
 typedef std::int32_t int32x8 __attribute__((vector_size(32)));
 typedef byte uint8x32 __attribute__((vector_size(32)));
 
 // For functions that keep unpacked weights in registers, which a call would spill to memory.
 #define ALWAYS_INLINE __attribute__((always_inline))
+
+// Loops over arrays of vectors must be unrolled, or the compiler keeps the arrays in memory, not in registers.
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
 
 #if defined(__AVX512F__)
 #include "avx512.h"
@@ -35,3 +48,13 @@ typedef byte uint8x32 __attribute__((vector_size(32)));
 #endif
 
 constexpr int LANES = sizeof(vec) / sizeof(float);
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "neon_dot.h"
+#else
+constexpr bool HAVE_DOT_COLUMNS = false;
+constexpr int ROW_RUN = SUB_BLOCK;
+
+// What code names that HAVE_DOT_COLUMNS keeps from running.
+template <int MAX_CODE, int R, int COUNT, typename W> void dot_columns(const W &w, int first, const std::int8_t *x, ivec *sums);
+#endif

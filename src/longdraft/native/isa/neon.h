@@ -39,6 +39,7 @@ ALWAYS_INLINE inline ivec spread_bits(ivec x) {
 
 ALWAYS_INLINE inline vec load_quarters(const byte *rows, std::int64_t) { return (vec)vld1q_u8(rows); }
 
+#if !defined(__ARM_FEATURE_DOTPROD)  // else neon_dot.h
 constexpr int DOT4_MAX_CODE = 127;  // codes are multiplied as int8
 
 template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
@@ -50,3 +51,4 @@ template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, con
   const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)));
   return sum + (ivec)vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(a, b)));
 }
+#endif
