@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longdraft.engine.verifier import verify_trees
 from longdraft.model.gpu import layers as gpu_layers
 from longdraft.model.gpu import merged_linear
+from longdraft.model.outputs import Taps
 from longdraft.model.runner import TargetRunner
-from tests.support.forward_outputs import outputs
+from longdraft.trees.tree import TokenTree
+from tests.support.forwards import forward
 from tests.support.simulated_gpu import to_simulated_gpu
 from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
@@ -28,6 +31,20 @@ LAYERS = [
 ]
 
 
+def outputs(runner: TargetRunner) -> list[torch.Tensor]:
+    """Logits, taps and KV of two sequences: their prompts, trees with a rejected node, and a plain step."""
+    store, tree = runner.new_store(3, 60), TokenTree((5, 6, 7, 8), (-1, 0, 0, 1))
+    for slot, n in ((2, 9), (0, 4)):
+        forward(runner, [[(7 * i + slot) % 60 for i in range(n)]], store, [slot], logits="none", is_prefill=True)
+        store.commit(slot, range(n))
+    trees = verify_trees(runner, store, [2, 0], [tree, tree], taps=Taps((0, 2), (0, 2)))
+    for slot in (2, 0):
+        store.commit(slot, [0, 1, 3])
+    step = forward(runner, [[1], [2]], store, [2, 0]).logits
+    kv = [x[:, 2, :, :12] for x in (store.keys, store.values)]
+    return [x.cpu().float() for x in (trees.logits, *trees.hidden.values(), *trees.queries.values(), step, *kv)]
+
+
 @pytest.mark.parametrize(("case", "dtype_joined"), rotate_pairs(LAYERS, list(product(DTYPES, (True, False)))), ids=str)
 def test_the_same_as_the_models_own_code(case, dtype_joined, simulated_gpu, monkeypatch):
     (family, over, fused), (dtype, joined) = case, dtype_joined
@@ -41,7 +58,7 @@ def test_the_same_as_the_models_own_code(case, dtype_joined, simulated_gpu, monk
         runner = TargetRunner(model)
         assert switch == "1" or not runner.execution_model.fused.layers
         simulated_gpu.launches = 0
-        found.append([x.cpu().float() for x in outputs(runner, {2: 9, 0: 4}, 1)])
+        found.append(outputs(runner))
         launches.append(simulated_gpu.launches)
     layers = runner.execution_model.fused.layers
     assert bool(layers) is fused and runner.execution_model.fused.stack is None
