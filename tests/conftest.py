@@ -50,7 +50,7 @@ settings.load_profile("longdraft")
 # Long tests start first, so that all cores finish at about the same time.
 LONG = (
     "cli/test_terminal", "training/test_runs", "exact/outside/test_damaged", "training/test_tokens", "docs/test_site",
-    "training/test_train_command", "gpu/test_rehearsal", "exact/outside/test_light_imports", "cli/test_serve_command",
+    "training/test_train_command", "exact/outside/test_light_imports", "cli/test_serve_command",
     "exact/test_random", "exact/test_laws", "gpu/test_device_discipline", "test_vllm_proposers", "exact/test_bits",
 )  # fmt: skip
 

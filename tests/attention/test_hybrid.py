@@ -21,18 +21,15 @@ def kernels():
         yield
 
 
-@pytest.mark.parametrize("behind", [0, 3])
-def test_a_long_chain_is_one_causal_call(behind):
-    size = hybrid.MIN_CAUSAL_QUERY_LEN
-    assert_like_reference(hybrid.attend, *case([0, 40, 3], size, tree=False, dtype=torch.bfloat16, behind=behind))
-    assert torch_kernels.calls == [(3 * size, 2, size, 40 + size + behind, True)]
-
-
-def test_query_tokens_are_passed_as_heads_so_that_keys_are_read_once_and_split():
+def test_query_tokens_are_passed_as_heads_so_that_keys_are_read_once_and_split_or_as_one_causal_chain():
     """flash attention splits keys only for a sequence with one query token whose heads share keys."""
     for heads, size in [((6, 2), 7), ((6, 2), 1), ((4, 4), 1), ((4, 4), 5)]:
         hybrid.attend(*case([9, 4, 30], size, heads=heads, dtype=torch.bfloat16))
     assert [c[:3] for c in torch_kernels.calls] == [(3, 2, 1), (3, 2, 1), (3, 4, 1), (3, 4, 1)]
+    size = hybrid.MIN_CAUSAL_QUERY_LEN
+    for behind in (0, 3):
+        assert_like_reference(hybrid.attend, *case([0, 40, 3], size, tree=False, dtype=torch.bfloat16, behind=behind))
+        assert torch_kernels.calls.pop() == (3 * size, 2, size, 40 + size + behind, True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
 
 
+@pytest.mark.slow
 def test_the_timing_script(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--contexts", "96", "--out", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

@@ -58,7 +58,7 @@ def test_its_logits_are_near_the_models_own(kv_dtype, model_type):
     assert 0 < difference < 0.1
 
 
-def test_kv_that_was_kept_as_another_is_read_again_and_snapshots_are_of_one_kind(tmp_path):
+def test_kv_that_was_kept_as_another_is_read_again():
     model, cache = tiny_model(vocab=11, dtype=torch.float32), PromptCache()
     plain, small = Speculator("ar", target=model), Speculator("ar", target=model, kv_dtype="int8")
     expected = [spec.generate(PROMPTS[0], max_new_tokens=8)[0].token_ids for spec in (plain, small)]
@@ -66,13 +66,6 @@ def test_kv_that_was_kept_as_another_is_read_again_and_snapshots_are_of_one_kind
         result = spec.generate(PROMPTS[0], max_new_tokens=8, cache=cache)[0]
         assert result.token_ids == expected[spec is small] and result.exact == (spec is plain)
         assert cache.store is not None and cache.store.dtype == (torch.int8 if spec is small else torch.float32)
-    names = [spec.runner().fingerprint for spec in (plain, small)]
-    assert names[0] != names[1]
-    small.generate(PROMPTS[0], max_new_tokens=8, cache=cache)
-    cache.save(tmp_path / "kv", names[1])
-    again = PromptCache.restored(tmp_path / "kv", names[1])
-    (result,) = small.generate(PROMPTS[0], max_new_tokens=8, cache=again)
-    assert result.token_ids == expected[1] and result.cached_tokens > 0
 
 
 def test_what_cannot_be_rounded_is_refused(cpu_offloads):

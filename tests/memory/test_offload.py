@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import cycle
-
 import pytest
 import torch
 
 from longdraft import PromptCache, Speculator
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.memory import offload
+from longdraft.memory import offload as offloading
 from longdraft.memory.offload import OffloadedKVStore
 from longdraft.memory.store import KVShape, KVStore
 from tests.support.lazy_side import LazyCopyStream
 from tests.support.tiny import tiny_model
-
-PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [i % 11 for i in range(40)], [8]]
-
-
-@pytest.fixture(params=["host", "host:2"])
-def offloaded(request, monkeypatch):
-    """From here on all targets offload, to the host as if the CPU were a GPU with a lazy copy stream. With "host:2" the
-    device keeps two layers, and one in every other store."""
-    resident = cycle([2, 1] if request.param == "host:2" else [0])
-
-    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
-        device_args = {"copy_stream": LazyCopyStream(), "num_resident": next(resident)}
-        return OffloadedKVStore(shape, slots, capacity, "cpu", layers, size, **device_args)
-
-    return lambda: monkeypatch.setattr(offload, "new_store", new_store)
 
 
 @pytest.mark.parametrize(("resident", "ups", "downs"), [(0, 8, 8), (2, 6, 6), (5, 3, 3), (7, 1, 0), (8, 0, 0)])
@@ -74,16 +57,16 @@ def test_as_many_layers_as_fit_stay_on_the_device(free, resident, free_memory):
     assert len(store.streamed_layers) == 8 - resident
 
 
-def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):
-    model = tiny_model(vocab=11, dtype=torch.float64)
-    spec, cache = Speculator("prompt-lookup", target=model), PromptCache()
-    prompts = [PROMPTS[0], [*PROMPTS[0], 4, 4, 1], PROMPTS[0] * 3, [8, 9], PROMPTS[0]]
-    expected = [spec.generate([p], max_new_tokens=20)[0].token_ids for p in prompts]
-    first = spec.generate([prompts[0]], max_new_tokens=20, cache=cache)[0]  # in memory, then taken over
-    offloaded()
-    got = [spec.generate([p], max_new_tokens=20, cache=cache)[0].token_ids for p in prompts[1:]]
-    assert [first.token_ids, *got] == expected
-    assert type(cache.store) is not KVStore
+@pytest.mark.parametrize("option", ["host", "host:2"])
+def test_a_prompt_cache_grows_and_another_store_takes_its_place(option, cpu_offloads):
+    model, cache = tiny_model(vocab=11, dtype=torch.float64), PromptCache()
+    plain, spec = (Speculator("prompt-lookup", target=model, offload=offload) for offload in (None, option))
+    text = [3, 9, 4, 7, 2, 5] * 8
+    prompts = (text, [*text, 4, 4, 1], text * 3, text * 2, text)
+    for prompt, own, is_reused in zip(prompts, (spec, spec, spec, plain, spec), (0, 1, 1, 0, 0), strict=True):
+        (result,) = own.generate([prompt], max_new_tokens=20, cache=cache)
+        assert result.token_ids == plain.generate([prompt], max_new_tokens=20)[0].token_ids
+        assert (result.cached_tokens > 0) == is_reused and (type(cache.store) is KVStore) == (own is plain)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +80,4 @@ def test_a_prompt_cache_grows_and_is_taken_up_again(tmp_path, offloaded):
 )
 def test_what_cannot_is_refused(option, device, error, message):
     with pytest.raises(error, match=message):
-        offload.check(offload.parse(option), torch.device(device))
+        offloading.check(offloading.parse(option), torch.device(device))

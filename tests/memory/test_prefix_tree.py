@@ -12,7 +12,7 @@ from longdraft import PromptCache
 from longdraft.memory.prefix_tree import BLOCK_SIZE, PrefixTree
 from longdraft.memory.store import KVEntries, KVStore
 from longdraft.memory.token_ids import common_prefix_len, to_array
-from tests.memory.test_prompt_cache import SHAPE, held, new_store, run
+from tests.memory.test_prompt_cache import SHAPE, held
 
 ENTRY = 2 * torch.float32.itemsize
 
@@ -76,25 +76,15 @@ def test_common_beginnings_are_kept_once_and_the_end_not_used_for_longest_goes_f
     assert [tree.match_prefix(fork) // BLOCK_SIZE for fork in forks] == [5, 4, 5, 5]
 
 
-def test_a_text_whose_slot_was_taken_comes_back():
-    cache = PromptCache(tree_bytes=1 << 20)
-    document, other = list(range(600)), list(range(1000, 1700))
-    run(cache, [[*document, 7, 7]], capacity=800)
-    run(cache, [other], capacity=800)
-    store = cache.open(new_store, 1, 800)
-    assert cache.reuse_prefix(0, [*document, 8, 8]) == 600 and held(store, 0) == document
-    assert cache.reuse_prefix(0, [*other, 1], chunk_size=100) == 700 and held(store, 0) == other
-
-
-def test_hidden_states_come_back():
+def test_a_text_whose_slot_was_taken_comes_back_with_its_hidden_states():
     def new_store(slots: int, capacity: int) -> KVStore:
         return KVStore(SHAPE, slots, capacity, feature_layers=(0,), feature_size=1)
 
     cache = PromptCache(tree_bytes=1 << 20)
     store = cache.open(new_store, 1, 800, (0,))
 
-    def read(prompt: list[int]) -> int:
-        start = cache.reuse_prefix(0, prompt)
+    def read(prompt: list[int], chunk_size: int = 1) -> int:
+        start = cache.reuse_prefix(0, prompt, chunk_size=chunk_size)
         new = torch.tensor(prompt[start:], dtype=torch.float32)[:, None]
         kv = new.expand(2, 1, -1, 4)
         store.write_entries(0, start, kv, kv, new)
@@ -102,9 +92,10 @@ def test_hidden_states_come_back():
         cache.record_tokens(0, prompt)
         return start
 
-    document = list(range(600))
-    for text in ([*document, *[7] * 40], list(range(1000, 1700))):
+    document, other = list(range(600)), list(range(1000, 1700))
+    for text in ([*document, *[7] * 40], other):
         assert read(text) == 0
     assert read([*document, 8, 8]) == 600 and held(store, 0) == [*document, 8, 8]
     assert store.features is not None
     assert store.features[0, 597:602].flatten().tolist() == [597, 598, 599, 8, 8]
+    assert read([*other, 1], chunk_size=100) == 700 and held(store, 0) == [*other, 1]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import PromptCache
-from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.memory.token_ids import common_prefix_len
 
@@ -72,40 +70,6 @@ def test_the_store_is_kept_while_it_is_large_enough_and_a_larger_one_takes_over_
     assert held(store, 0) == [1, 2, 3] and held(store, 1) == [4, 5] and held(store, 2) == []
     run(cache, [[1, 2]], capacity=60)  # a smaller batch keeps the slots that it does not use
     assert held(opened(cache, [[1, 2, 0], [4, 5, 0]], 20), 1) == [4, 5]
-
-
-def test_growth_that_does_not_fit_leaves_the_cache_as_it_was(free_memory):
-    cache = PromptCache()
-    store = run(cache, [[1, 2, 3]])
-    free_memory(100)
-    with pytest.raises(MemoryBudgetError):
-        opened(cache, [[9]], 1000)
-    assert cache.store is store and held(store, 0) == [1, 2, 3] and list(map(list, cache.tokens)) == [[1, 2, 3]]
-
-
-def test_a_saved_cache_serves_another_process_and_is_read_once(tmp_path):
-    cache, file = PromptCache(), tmp_path / "kv"
-    run(cache, [[8], [1, 2, 3, 4, 5, 6]])
-    cache.save(file, "target", slot=1)
-    with pytest.raises(CheckpointError):
-        opened(PromptCache.restored(file, "mine"), [[1, 2]], 20)
-    restored = PromptCache.restored(file, "target")
-    store = opened(restored, [[1, 2]], 3)  # it makes space for the full snapshot
-    assert store.capacity == 6 and held(store, 0) == [1]
-    assert held(opened(PromptCache.restored(file, "target"), [[1, 2, 3, 9]], 20), 0) == [1, 2, 3]
-    run(restored, [[5, 6, 7]])
-    file.unlink()
-    assert held(opened(restored, [[5, 6, 7]], 20), 0) == [5, 6]
-
-
-def test_what_another_slot_has_is_copied_and_not_read_again():
-    cache = PromptCache()
-    run(cache, [[1, 2, 3, 4, 5], [9, 8]])
-    store = cache.open(new_store, 2, 20)
-    assert cache.reuse_prefix(1, [1, 2, 3, 7]) == 3
-    assert held(store, 1) == [1, 2, 3] and held(store, 0) == [1, 2, 3, 4, 5]
-    assert cache.reuse_prefix(1, [1, 2, 3, 4, 7], chunk_size=2) == 4  # its own three, and one that was copied
-    assert cache.reuse_prefix(1, [1, 2, 3, 7], chunk_size=2) == 2
 
 
 def test_a_prompt_is_given_the_slot_that_has_most_of_it():

@@ -128,13 +128,16 @@ def test_a_model_that_cannot_be_copied_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_that_was_cast_decodes_in_its_new_dtype(dtype):
+def test_a_model_that_was_cast_decodes_in_its_new_dtype_and_a_run_of_the_old_one_ends(dtype):
     model, other = tiny_model(), tiny_model("qwen3")
     spec = Speculator("prompt-lookup", target=model)
     runner = spec.runner()
     spec.runner(other)
-    spec.generate(TEXT, max_new_tokens=6)
+    run = spec.stream(TEXT, max_new_tokens=6)
+    next(iter(run))
     model.to(dtype)
+    with pytest.raises(CapabilityError):
+        run.results()
     with pytest.raises(CapabilityError):
         forward(runner, [TEXT], runner.new_store(1, 20), [0])
     result = spec.generate(TEXT, max_new_tokens=6)[0].token_ids
@@ -142,15 +145,6 @@ def test_a_model_that_was_cast_decodes_in_its_new_dtype(dtype):
     assert result == Speculator("ar", target=model).generate(TEXT, max_new_tokens=6)[0].token_ids
     if dtype == torch.float64:
         torch.testing.assert_close(hosted(spec.runner()), logits(model), **CLOSE)
-
-
-def test_a_model_that_is_cast_while_a_run_goes_on_ends_that_run():
-    model = tiny_model()
-    run = Speculator("ar", target=model).stream(TEXT, max_new_tokens=6)
-    next(iter(run))
-    model.to(torch.float64)
-    with pytest.raises(CapabilityError):
-        run.results()
 
 
 def test_a_new_embedding_and_head_are_seen():
@@ -164,18 +158,13 @@ def test_a_new_embedding_and_head_are_seen():
     torch.testing.assert_close(hosted(spec.runner()), logits(model), **CLOSE)
 
 
-@pytest.mark.parametrize("circular", [False, True])
-def test_model_and_copy_are_freed(circular):
+def test_a_model_whose_hook_knows_it_is_freed():
+    """The execution copy has the same hook; other models are tried in tests/exact/outside/test_let_go.py."""
     model = tiny_model()
-    if circular:  # the copy has the same hook, which knows the model
-        model.model.norm.register_forward_hook(functools.partial(lambda known, *_: None, model))
+    model.model.norm.register_forward_hook(functools.partial(lambda known, *_: None, model))
     spec = Speculator("prompt-lookup", target=model)
     spec.generate(TEXT, max_new_tokens=4)
-    copied = weakref.ref(spec.runner().execution_model.model)
-    gone = weakref.ref(model)
-    del spec
+    known = [weakref.ref(model), weakref.ref(spec.runner().execution_model.model)]
+    del spec, model
     gc.collect()
-    assert copied() is None and gone() is not None
-    del model
-    gc.collect()
-    assert gone() is None
+    assert all(each() is None for each in known)

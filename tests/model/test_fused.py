@@ -10,48 +10,15 @@ from longdraft.memory import memory_info
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model.runner import TargetRunner
 from tests.native.levels import needs_kernels
-from tests.support.forward_outputs import outputs
 from tests.support.forwards import forward
 from tests.support.gguf_files import write_gguf
 from tests.support.recurrent_models import recurrent_model
-from tests.support.tiny import FAMILIES, tiny_model
-from tests.support.window_models import NAMES, WINDOW, window_model
+from tests.zoo.tiny_models import tiny_model
 
 pytestmark = needs_kernels
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-
-# Name -> the model, and whether its layers run fused.
-MODELS = {
-    **{family: (lambda family=family: tiny_model(family), True) for family in FAMILIES},
-    "biases": (lambda: tiny_model(attention_bias=True, mlp_bias=True), True),
-    "yarn": (lambda: tiny_model(rope_parameters=YARN), True),
-    "gelu": (lambda: tiny_model(hidden_act="gelu"), False),
-    "small heads": (lambda: tiny_model(head_dim=8), False),
-    **{f"{name}, windows": (lambda name=name: window_model(name), True) for name in NAMES if name != "llama4"},
-    **{
-        f"qwen3_5, {n} key heads": (lambda n=n: recurrent_model("qwen3_5_text", linear_num_key_heads=n), True)
-        for n in (2, 4)
-    },
-}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_as_the_models_own_code(name, monkeypatch):
-    make, fused = MODELS[name]
-    model, found = make(), []
-    for switch in ("0", "1"):
-        monkeypatch.setenv("LONGDRAFT_NATIVE", switch)
-        runner = TargetRunner(model)
-        found.append(outputs(runner, {2: 70, 0: 4}, WINDOW + 2))
-    assert bool(runner.execution_model.fused.layers) is (runner.execution_model.fused.stack is not None) is fused
-    close = 1e-3 if runner.has_recurrent_layers else 2e-4
-    for b, a in zip(*found, strict=True):
-        most = float(b.abs().max()) if b.numel() else 0.0  # no layer may keep the whole text
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=close * max(1, most))
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "Q8_0"), ("gemma3", "Q4_1"), ("llama", "Q6_K")])
 def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, kind, tmp_path):
     """Both compute products in the same arithmetic, but only fused layers leave an MLP's rows in it between two."""
     write_gguf(tmp_path / "a.gguf", family, kind, hidden=256, vocab=64)
@@ -69,48 +36,15 @@ def test_a_prompt_with_stored_weights_is_read_as_by_the_models_own_code(family, 
     assert (found[0] - found[1]).abs().mean() < 0.3 * own and 0.8 * own < fused < 1.2 * own
 
 
-# --- who is called ---
-
-
-def test_a_forward_that_somebody_put_in_a_layers_place_is_called():
-    model, calls = tiny_model(), []
-    layer = model.model.layers[1]
-
-    def other(*given, **named):
-        calls.append(given)
-        return type(layer).forward(layer, *given, **named)
-
-    layer.forward = other
-    runner = TargetRunner(model)
-    calls.clear()  # it is tried out first
-    logits = forward(runner, [[1, 2]], runner.new_store(1, 8), [0]).logits
-    assert len(calls) == 1 and not runner.execution_model.fused.layers
-    del layer.forward
-    torch.testing.assert_close(logits, model(torch.tensor([[1, 2]])).logits, rtol=1e-4, atol=2e-4)
-
-
-def test_hooks_of_a_layer_are_called_around_it_and_not_for_made_up_rows():
-    model, seen = tiny_model(), []
-    model.model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
-    runner = TargetRunner(model)
-    store = runner.new_store(1, 8)
-    assert not runner.execution_model.fused.layers and not seen
-    forward(runner, [[1, 2]], store, [0])
-    assert seen == [2]
-
-
 def test_a_layer_with_hooks_inside_runs_by_its_own_code():
     model = recurrent_model("qwen3_5_text")
     model.model.layers[0].linear_attn.out_proj.register_forward_hook(lambda *_: None)
     assert not TargetRunner(model).execution_model.fused.layers
 
 
-# --- windows ---
-
-
 def test_bits_do_not_depend_on_when_the_kv_of_windows_was_moved():
     """One store moves them for a wide tree that is dropped again, the other later or never."""
-    runner, length = TargetRunner(window_model("mistral")), 2300
+    runner, length = TargetRunner(tiny_model("mistral", max_position_embeddings=4096)), 2300
     store = runner.new_store(2, 2700)
     text = [(7 * i + i // 50) % 61 for i in range(length)]
     for slot in (0, 1):

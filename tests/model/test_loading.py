@@ -73,10 +73,7 @@ REFUSED = [
     ("bad.gguf", {}, CheckpointError, "bad.gguf"),
     *((name, {}, CheckpointError, "empty") for name in ("", "  ")),  # which is not the working folder
     # Not taken for hub ids:
-    *(
-        (name, {}, CheckpointError, Path(name).name)
-        for name in ("no/such/folder", "./nothing", "/nothing", "gone.gguf")
-    ),
+    *((x, {}, CheckpointError, Path(x).name) for x in ("no/such/folder", "./nothing", "/nothing", "gone.gguf")),
     ("~/nothing-here", {}, CheckpointError, "nothing-here"),
 ]
 
@@ -92,18 +89,13 @@ def test_what_cannot_be_loaded_is_refused(name, options, error, named, folder, m
 
 @torch.no_grad()
 def test_rope_factor_runs_past_the_trained_length(folder):
-    plain = load(folder, device="cpu").model
-    model = load(folder, device="cpu", rope_factor=2).model
-
-    rope = model.config.rope_parameters
-    assert rope["rope_type"] == "yarn" and rope["factor"] == 2.0
-    assert rope["original_max_position_embeddings"] == CONTEXT
-    assert rope["rope_theta"] == plain.config.rope_parameters["rope_theta"]
-    assert model.config.max_position_embeddings == 2 * CONTEXT
-    # The slowest frequency is interpolated by the whole factor, the fastest is left alone.
+    """The slowest frequency is interpolated by the full factor, the fastest is left alone."""
+    plain, model = (load(folder, device="cpu", **options).model for options in ({}, {"rope_factor": 2}))
+    rope, own = model.config.rope_parameters, plain.config.rope_parameters["rope_theta"]
+    named = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": CONTEXT, "rope_theta": own}
+    assert {name: rope[name] for name in named} == named and model.config.max_position_embeddings == 2 * CONTEXT
     scaled, unscaled = model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq
-    torch.testing.assert_close(scaled[-1], unscaled[-1] / 2)
-    torch.testing.assert_close(scaled[0], unscaled[0])
+    torch.testing.assert_close(scaled[[0, -1]], unscaled[[0, -1]] / torch.tensor([1, 2]))
     assert model.model.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(2) + 1)
     long = torch.randint(5, 60, (1, CONTEXT + 30))
     assert model(long).logits.isfinite().all()
@@ -174,10 +166,7 @@ HARMS: dict[str, tuple[list[Harm], str]] = {
         [remove(WEIGHTS), write(f"{WEIGHTS}.index.json", SHARD)],
         r"model-00001-of-00001\.safetensors cannot be read.*fetch that file",
     ),
-    "a broken index": (
-        [remove(WEIGHTS), write(f"{WEIGHTS}.index.json", b"[]")],
-        r"index\.json is not a valid",
-    ),
+    "a broken index": ([remove(WEIGHTS), write(f"{WEIGHTS}.index.json", b"[]")], r"index\.json is not a valid"),
 }
 
 

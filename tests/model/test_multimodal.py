@@ -8,12 +8,15 @@ import torch
 import longdraft
 from longdraft import Speculator
 from longdraft.errors import CapabilityError, UnsupportedModelError
+from tests.support.slow_marks import slow
 from tests.support.tiny import generate_tokens, tiny_tokenizer
 from tests.zoo.judging import NEW, prompts, same
 from tests.zoo.tiny_models import tiny_image_model
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3", "qwen2_5_vl", "qwen3_5", "llava", *map(slow, ("mistral3", "qwen2_vl", "qwen3_vl"))]
+)
 def test_a_text_is_what_the_models_own_generate_writes(model_type):
     model = tiny_image_model(model_type)
     spec = Speculator("prompt-lookup", target=model, plan="fixed", min_n=1, branches=3)

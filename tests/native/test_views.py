@@ -78,11 +78,6 @@ def test_chunks_that_are_chosen_again_stay_in_place():
         assert not set(old[~same].tolist()) & set(new.tolist())
 
 
-def test_other_head_sizes_are_left_to_torch():
-    assert view_kernels(text(8, 1, 16)) is not None and view_kernels(text(8, 1, 20)) is None
-    assert view_kernels(KVStore(KVShape(1, 1, 16, torch.bfloat16), 1, 8)) is None
-
-
 def test_chunks_with_nan_scores_rank_last():
     full = text(200, 1)
     full.keys[0, 0, :, 40:80] = torch.nan

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.gguf_files import blocks_of
+from tests.support.gguf_files import decoder_fields, tokenizer_fields, write_file
 
 VOCABULARY = 64
 _BASE: dict[str, Any] = {
@@ -25,21 +24,6 @@ _DELTA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
-
-
-def _sizes(c: Any) -> dict[str, Any]:
-    """Fields of every decoder."""
-    given = c.to_dict()
-    heads, size, rope = given["num_key_value_heads"], given["head_dim"], given["rope_parameters"]
-    return {
-        "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
-        "embedding_length": c.hidden_size, "attention.head_count": c.num_attention_heads,
-        "attention.head_count_kv": heads, "attention.key_length": size,
-        "attention.value_length": size, "rope.freq_base": float(rope.get("rope_theta", 1e4)),
-        "vocab_size": c.vocab_size, "rope.dimension_count": int(size * rope.get("partial_rotary_factor", 1)),
-        "attention.layer_norm_rms_epsilon": getattr(c, "rms_norm_eps", None) or getattr(c, "norm_eps", 1e-5),
-        "feed_forward_length": getattr(c, "intermediate_size", None) or c.hidden_size,
-    }  # fmt: skip
 
 
 def _delta(c: Any) -> dict[str, Any]:
@@ -181,8 +165,6 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[Any], dict[st
         _granite,
     ),
 }  # fmt: skip
-_ONE_MORE = ("qwen35", "qwen35moe", "qwen3next")
-_PAIRED = ("llama", "smollm3", "granite")
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
@@ -223,160 +205,10 @@ def write(
         beside: further tensors by their names in the file; matrices are replaced by their dequantised values.
         over: options of the configuration.
     """
-    import gguf
-
-    model, architecture = tiny(case, hidden, **over), ARCHITECTURES[case][0]
-    config = model.config
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_name("Tiny")
-    for name, value in (_sizes(config) | ARCHITECTURES[case][3](config) | dict(fields)).items():
-        _add(writer, f"{architecture}.{name}", value)
-    _add_tokenizer(writer, split)
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, weight in model.named_parameters():
-        places = torch.arange(weight.numel()).view(weight.shape)
-        for theirs, at in _arranged(architecture, name, places, config, known.get_name):
-            flat = weight.data.view(-1)
-            values = flat[at]
-            if at.dim() == 1 or "conv" in theirs or "ffn_gate_inp" in theirs or theirs.endswith("bias"):
-                values = values + 1 if architecture in _ONE_MORE and _is_norm(theirs) else values
-                writer.add_tensor(
-                    theirs, np.ascontiguousarray((-values.exp() if "ssm_a" in theirs else values).numpy())
-                )
-                continue
-            usual = words if theirs.startswith(("token_embd.", "output.")) else kind
-            chosen = gguf.GGMLQuantizationType[kinds(theirs) if kinds else usual]
-            if at.shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0]:
-                chosen = gguf.GGMLQuantizationType.Q8_0  # as llama.cpp does it
-            data = blocks_of(np.ascontiguousarray(values.flatten(0, -2).numpy()), chosen)
-            flat[at.flatten()] = torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32)).flatten()
-            writer.add_tensor(theirs, data.reshape(*at.shape[:-1], -1), raw_dtype=chosen)
-    for name, buffer in model.named_buffers():
-        layer = name.split(".")[2] if ".layers." in name else ""
-        if name.endswith(("correction_bias", "expert_bias")):
-            writer.add_tensor(f"blk.{layer}.exp_probs_b.bias", buffer.numpy())
-        if name.endswith("layer_scalar"):
-            writer.add_tensor(f"blk.{layer}.layer_output_scale.weight", buffer.numpy())
-    for theirs, tensor in beside.items():
-        if tensor.dim() == 1:
-            writer.add_tensor(theirs, tensor.numpy())
-            continue
-        chosen = gguf.GGMLQuantizationType[kind]
-        data = blocks_of(np.ascontiguousarray(tensor.numpy()), chosen)
-        tensor.copy_(torch.from_numpy(gguf.dequantize(data, chosen).astype(np.float32)).view(tensor.shape))
-        writer.add_tensor(theirs, data.reshape(len(tensor), -1), raw_dtype=chosen)
-    if architecture == "gemma4":
-        writer.add_tensor("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    model, (architecture, _, _, own) = tiny(case, hidden, **over), ARCHITECTURES[case]
+    every = decoder_fields(model.config) | own(model.config) | dict(fields)
+    every = {f"{architecture}.{name}": value for name, value in every.items()}
+    every |= {"general.name": "Tiny"} | tokenizer_fields(split, VOCABULARY)
+    tensors = {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12} if architecture == "gemma4" else {}
+    write_file(file, model, architecture, every, kinds or kind, words, tensors, beside)
     return model
-
-
-def _is_norm(name: str) -> bool:
-    return name.endswith("norm.weight") and "ssm_norm" not in name
-
-
-def _arranged(
-    architecture: str, name: str, x: torch.Tensor, c: Any, known: Callable[[str], str | None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of a parameter's tensors in the file, with the indices of their numbers in the flat parameter."""
-    path, _, leaf = name.rpartition(".")
-    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
-    if leaf == "sinks":
-        yield f"{layer}.attn_sinks.weight", x
-        return
-    if ".router." in name and leaf.endswith("scale"):
-        yield f"{layer}.{'ffn_gate_inp' if leaf == 'scale' else 'ffn_down_exps'}.scale", x
-        return
-    if architecture in _PAIRED and path.endswith(("q_proj", "k_proj")):
-        heads = c.num_attention_heads if path.endswith("q_proj") else c.num_key_value_heads
-        x = x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
-    if path.endswith(".experts"):
-        own, _, bias = leaf.partition("_proj")
-        gpt_oss = architecture == "gpt-oss"  # whose matrices lie by input, gates and others in turns
-        x = x.transpose(1, 2) if gpt_oss and not bias else x
-        halves = (x[:, ::2], x[:, 1::2]) if gpt_oss else x.chunk(2, dim=1)
-        for part, each in {"down": x}.items() if own == "down" else zip(("gate", "up"), halves, strict=True):
-            yield f"{layer}.ffn_{part}_exps.{'bias' if bias else 'weight'}", each
-        return
-    if "linear_attn." in name:
-        keys, values = c.linear_num_key_heads, c.linear_num_value_heads
-        size, each = c.linear_key_head_dim, c.linear_value_head_dim
-        if "in_proj_qkvz" in name:
-            group = values // keys * each
-            parts = x.view(keys, -1, x.shape[-1]).split([size, size, group, group], dim=1)
-            q, k, v, z = (part.flatten(0, 1) for part in parts)
-            yield f"{layer}.attn_qkv.weight", torch.cat([q, k, v])
-            yield f"{layer}.attn_gate.weight", z
-            return
-        if architecture.startswith("qwen35"):
-            x = _tiled(name, x, keys, values, size, each)
-        if leaf == "A_log":
-            yield f"{layer}.ssm_a", x
-            return
-        if leaf == "dt_bias":
-            yield f"{layer}.ssm_dt.bias", x
-            return
-    if "conv" in path and x.dim() == 3:
-        x = x.squeeze(1)
-    theirs = "output" if path == "lm_head" else known(path)
-    assert theirs is not None, name
-    yield f"{theirs}.{leaf}", x[0] if "ffn_gate_inp_shexp" in theirs else x
-
-
-def _tiled(name: str, x: torch.Tensor, keys: int, values: int, size: int, each: int) -> torch.Tensor:
-    """Reorders value heads from grouped by key head to tiled (all key heads, then again)."""
-
-    def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
-        return rows.view(keys, values // keys, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
-
-    if "in_proj_qkv" in name or "conv1d" in name:
-        own = 2 * keys * size
-        return torch.cat([x[:own], tiled(x[own:], each)])
-    if "in_proj_z" in name:
-        return tiled(x, each)
-    if "out_proj" in name:
-        return tiled(x.T.contiguous(), each).T.contiguous()
-    return x if name.endswith("norm.weight") else tiled(x, 1)
-
-
-def _add(writer: Any, name: str, value: Any) -> None:
-    import gguf
-
-    kinds = {
-        bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32,
-        str: gguf.GGUFValueType.STRING,
-    }  # fmt: skip
-    if isinstance(value, list):
-        kind = gguf.GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
-        writer.add_key_value(name, value, gguf.GGUFValueType.ARRAY, sub_type=kind)
-    else:
-        writer.add_key_value(name, value, kinds[type(value)])
-
-
-def _add_tokenizer(writer: Any, split: str) -> None:
-    if split == "gemma4":
-        letters = [*"abcdefghijklmnopqrstuvwxyz", "he", "the", "▁"]
-        writer.add_tokenizer_model("gemma4")
-        writer.add_token_list(["<pad>", "<bos>", "<eos>", "<unk>", *letters, *(f"<unused{i}>" for i in range(31))])
-        writer.add_token_scores([-1000.0] * VOCABULARY)
-        writer.add_token_types([3, 3, 3, 3] + [1] * (VOCABULARY - 4))
-        writer.add_token_merges(["h e", "t he"])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_pad_token_id(0)
-        writer.add_unk_token_id(3)
-        writer.add_add_space_prefix(False)
-        return
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "Ċ", *"abcdefghijklmnopqrstuvwxyz", "he", "the"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list([*words, *(f"<spare{i}>" for i in range(VOCABULARY - len(words)))])
-    writer.add_token_types([3, 3, 3] + [1] * (VOCABULARY - 3))
-    writer.add_token_merges(["h e", "t he"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)

@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 12
 TEXT = [3, 9, 4, 7, 2, 5, 8, 1, 6, 10]
 # Repetitive prompts of several lengths: lookups find drafts, and most of these are wrong.
 PROMPTS = [TEXT[:7] * 2, TEXT * 3, TEXT[:3] * 2]
-NEW = 24
+NEW = 12
 
 
 def own_tokens(model: Any) -> list[list[int]]:
@@ -131,24 +131,6 @@ def _fp8_blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale_inv": scale.expand(blocks)}
 
 
-def _by_row(largest: float, dtype: torch.dtype) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
-    def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = weight.abs().amax(1, keepdim=True) / largest
-        numbers = weight / scale
-        return {"weight": (numbers if dtype.is_floating_point else numbers.round()).to(dtype), "weight_scale": scale}
-
-    return quantise
-
-
-def _packed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    numbers, scales = _in_groups(weight)
-    return {
-        "weight_packed": _nibbles(numbers, 1),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(weight.shape),
-    }
-
-
 def _bitnet(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Ternary codes; a byte packs one code of each quarter of the rows."""
     scale = 1 / weight.abs().mean()
@@ -166,46 +148,15 @@ def _gemma(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": numbers[:, ::2] | numbers[:, 1::2] << 4, "weight_scale": scale, **scales}
 
 
-def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-
-
-def _scheme(kind: str, strategy: str, bits: int = 8, dynamic: bool = False, **more: int) -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic, **more}
-
-
-_INT8, _FLOAT8 = _by_row(127, torch.int8), _by_row(448, torch.float8_e4m3fn)
-_BY_TOKEN, _BY_TENSOR = _scheme("int", "token", dynamic=True), _scheme("int", "tensor", dynamic=True)
-
 # Kind -> quantization_config, and a function: weight (out, in) -> the tensors that replace it.
 KINDS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, torch.Tensor]]]] = {
     "gptq": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": GROUP,
-            "desc_act": False,
-            "sym": True,
-            "checkpoint_format": "gptq",
-        },
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+        | {"checkpoint_format": "gptq"},
         _gptq,
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, _fp8_blocks),
     "bitnet": ({"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}, _bitnet),
     "gemma": ({"quant_method": "gemma", "num_bits": 4, "modules_to_not_convert": ["lm_head"]}, _gemma),
-    "w4a16": (_compressed("pack-quantized", _scheme("int", "group", 4, group_size=GROUP)), _packed),
-    "w8a8": (_compressed("int-quantized", _scheme("int", "channel"), _BY_TOKEN), _INT8),
-    "w8a8-by-tensor": (_compressed("int-quantized", _scheme("int", "channel"), _BY_TENSOR), _INT8),
-    "w8a8-float": (
-        _compressed("float-quantized", _scheme("float", "channel"), _scheme("float", "token", dynamic=True)),
-        _FLOAT8,
-    ),
 }

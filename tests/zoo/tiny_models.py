@@ -168,11 +168,11 @@ SEEDS = {
 }  # fmt: skip
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The configuration of a model type, made tiny."""
+def tiny_config(model_type: str, **over: Any) -> PreTrainedConfig:
+    """The configuration of a model type, made tiny. ``over``: further settings."""
     part = _PARTS.get(model_type)
     kind = CONFIG_MAPPING[model_type] if part is None else getattr(transformers, part)
-    return _tiny(kind, OVERRIDES.get(model_type, {}))
+    return _tiny(kind, OVERRIDES.get(model_type, {}) | over)
 
 
 def _tiny(kind: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
@@ -221,9 +221,9 @@ def _all_kinds(kinds: Iterable[str]) -> list[str]:
     return [found[i % len(found)] for i in range(max(LAYERS, len(found)))]
 
 
-def tiny_model(model_type: str, seed: int | None = None) -> PreTrainedModel:
-    """A random model in which every part matters."""
-    config, make = tiny_config(model_type), AutoModelForCausalLM.from_config
+def tiny_model(model_type: str, seed: int | None = None, **over: Any) -> PreTrainedModel:
+    """A random model in which every part matters. ``over``: further settings of its configuration."""
+    config, make = tiny_config(model_type, **over), AutoModelForCausalLM.from_config
     if model_type in _PARTS:
         make = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])._from_config
     return _random(make, config, SEEDS.get(model_type, 0) if seed is None else seed)
