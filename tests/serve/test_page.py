@@ -67,18 +67,29 @@ def ask(page: Browser, question: str) -> None:
     page.press("Enter")
 
 
-def press_button(page: Browser, name: str) -> None:
+def answer(page: Browser, question: str) -> None:
+    ask(page, question)
+    page.until(ANSWERED)
+
+
+def press_button(page: Browser, name: str, until: str = "true") -> None:
     page.value(f"[...document.querySelectorAll('button')].find((b) => b.textContent === {json.dumps(name)}).click()")
+    page.until(until)
+
+
+def text_of(page: Browser, selector: str) -> str:
+    """The text of the last such element."""
+    found: str = page.value(f"[...document.querySelectorAll({json.dumps(selector)})].at(-1).textContent")
+    return found
 
 
 class TestAnswers:
     pytestmark = in_a_browser
 
     def test_stream_with_figures_and_no_other_host(self, page, server):
-        ask(page, "What does it say?")
-        page.until(ANSWERED)
+        answer(page, "What does it say?")
         assert page.value(TEXT) == PLAIN.replace("\n\n", "\n")
-        assert "tokens/s · mean accepted length" in page.value("document.querySelector('.figures').textContent")
+        assert "tokens/s · mean accepted length" in text_of(page, ".figures")
         asked = server.asked[0]
         assert asked["messages"] == [{"role": "user", "content": "What does it say?"}]
         assert (asked["method"], asked["seed"], asked["temperature"]) == ("self", 0, 0) and "max_tokens" not in asked
@@ -86,7 +97,7 @@ class TestAnswers:
         page.until(ANSWERED)
         said = [(message["role"], message["content"]) for message in server.asked[1]["messages"]]
         assert said == [("user", "What does it say?"), ("assistant", PLAIN), ("user", "Second?")]
-        assert "from the cache" in page.value("[...document.querySelectorAll('.figures')].at(-1).textContent")
+        assert "from the cache" in text_of(page, ".figures")
         assert not page.problems
         assert all(address.startswith(server.url) for address in page.requests)
 
@@ -99,24 +110,22 @@ class TestAnswers:
         page.until(ANSWERED)
 
     def test_markup_stays_text_and_code_is_set_apart(self, page):
-        ask(page, "code")
-        page.until(ANSWERED)
+        answer(page, "code")
         assert page.value("document.querySelectorAll('.text img, .text b').length") == 0
         assert "<b>bold</b> <img src=x" in page.value(TEXT)
         code = page.value("[...document.querySelectorAll('pre code')].map((code) => code.textContent)")
         assert len(code) == 1 and code[0].startswith("def accept") and code[0].endswith("return path\n")
-        assert page.value("document.querySelector('pre button').textContent") == "Copy"
+        assert text_of(page, "pre button") == "Copy"
         assert not page.problems
 
     def test_code_is_copied_from_a_page_without_a_clipboard_and_text_runs_where_its_letters_do(self, page):
         """As on http:// names that are not this machine's."""
         page.value("void Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
         page.value("void document.addEventListener('copy', () => { window.got = document.activeElement.value; })")
-        ask(page, "code \u05e9\u05dc\u05d5\u05dd")
-        page.until(ANSWERED)
+        answer(page, "code \u05e9\u05dc\u05d5\u05dd")
         page.point("pre button", click=True)
         page.until("document.querySelector('pre button').textContent === 'Copied'")
-        assert page.value("window.got") == page.value("document.querySelector('pre code').textContent")
+        assert page.value("window.got") == text_of(page, "pre code")
         for selector in ("#question", ".question p", ".text p"):
             assert page.value(f"document.querySelector({json.dumps(selector)}).dir") == "auto"
 
@@ -131,29 +140,26 @@ class TestAnswers:
         page.until(ANSWERED)
 
     def test_markdown_is_set_and_a_thought_is_folded(self, page):
-        ask(page, "think")
-        page.until(ANSWERED)
+        answer(page, "think")
         assert page.value("[...document.querySelectorAll('.text > h2, .text li, .text strong')].length") == 4
         link = page.value("(({href, target, rel}) => [href, target, rel])(document.querySelector('.text a'))")
         assert link == ["https://example.org/", "_blank", "noopener noreferrer"]
         assert page.value("document.querySelector('details').open") is False
-        assert page.value("document.querySelector('details summary').textContent") == "Thought"
-        assert page.value("document.querySelector('details em').textContent") == "this"
+        assert text_of(page, "details summary") == "Thought"
+        assert text_of(page, "details em") == "this"
         # Nested code fences that arrive with their line breaks; text follows.
-        assert page.value("document.querySelector('pre code').textContent") == "```\ninner\n```\n"
+        assert text_of(page, "pre code") == "```\ninner\n```\n"
         assert page.value("document.querySelector('.answer > .text').lastElementChild.textContent") == "End."
         assert not page.problems
 
     def test_again_with_another_method_stands_beside(self, page, server):
         page.value("document.querySelector('#seed').value = 5")
-        ask(page, "What?")
-        page.until(ANSWERED)
+        answer(page, "What?")
         page.value("document.querySelector('#method').value = 'ar'")
-        press_button(page, "Again")
-        page.until(f"{ANSWERED} && turns[0].answers.length === 2")
+        press_button(page, "Again", f"{ANSWERED} && turns[0].answers.length === 2")
         first, second = server.asked
         assert second == {**first, "method": "ar"} and first["seed"] == 5
-        assert "equals the first" in page.value("document.querySelectorAll('.figures')[1].textContent")
+        assert "equals the first" in text_of(page, ".figures")
         left, right = page.value("[...document.querySelectorAll('.answer')].map((a) => a.getBoundingClientRect().y)")
         assert left == right
 
@@ -163,29 +169,26 @@ class TestAnswers:
     def test_who_wrote_it(self, page, method, source, question):
         page.value(f"document.querySelector('#method').value = '{method}'")
         page.value("document.querySelector('#max_tokens').value = 60")
-        ask(page, question)
-        page.until(ANSWERED)
+        answer(page, question)
         press_button(page, "Who wrote it")
         pieces, text = page.value(f"[document.querySelector('.pieces').textContent, {LAST}.text]")
         assert text in (pieces, pieces + "\ufffd")  # a part of a character at the end
         for each in (source, "target"):
             assert page.value(f"document.querySelectorAll('.pieces .{each}').length") > 3
         page.value(f"document.querySelector('.pieces .{source}').click()")
-        tree = page.value("document.querySelector('.pieces + pre').textContent").splitlines()
+        tree = text_of(page, ".pieces + pre").splitlines()
         drafted = int(re.search(r"(\d+) of (\d+) drafted", tree[0])[2])
         assert len(tree) == drafted + 2 and "●" in {line.strip()[0] for line in tree[1:]} <= {"●", "○"}
         press_button(page, "As text")
         page.value("document.querySelector('#method').value = 'ar'")
-        press_button(page, "Again")
-        page.until(f"{ANSWERED} && turns[0].answers.length === 2")
-        assert "equals the first" in page.value("document.querySelectorAll('.figures')[1].textContent")
+        press_button(page, "Again", f"{ANSWERED} && turns[0].answers.length === 2")
+        assert "equals the first" in text_of(page, ".figures")
         assert not page.problems
 
     def test_a_question_is_edited_and_what_follows_is_replaced(self, page, server):
         page.value("addFiles([new File(['Some text.'], 'a.txt')])")
         for question in ("First?", "Second?"):
-            ask(page, question)
-            page.until(ANSWERED)
+            answer(page, question)
         page.value("[...document.querySelectorAll('.question button')][0].click()")
         assert page.value("document.querySelector('#question').value") == "First?"
         page.press("Escape")
@@ -198,17 +201,14 @@ class TestAnswers:
 
     def test_an_answer_that_was_cut_goes_on(self, page, server):
         page.value("document.querySelector('#max_tokens').value = 7")
-        ask(page, "What?")
-        page.until(ANSWERED)
+        answer(page, "What?")
         assert server.asked[0]["max_tokens"] == 7
-        press_button(page, "Continue")
-        page.until(f"{ANSWERED} && {LAST}.text.length === 14")
+        press_button(page, "Continue", f"{ANSWERED} && {LAST}.text.length === 14")
         assert page.value(f"{LAST}.text") == PLAIN[:14]
         assert server.asked[1]["messages"][-1] == {"role": "assistant", "content": PLAIN[:7]}
 
     def test_stay_when_the_page_is_loaded_again_until_a_new_chat(self, page, server):
-        ask(page, "What?")
-        page.until(ANSWERED)
+        answer(page, "What?")
         page.open(server.url)
         page.until("document.querySelectorAll('.text p').length && document.querySelector('.answer .row button')")
         press_button(page, "New chat")
@@ -244,7 +244,7 @@ class TestTrouble:
         ask(page, question)
         page.until("!running && !turns.length")
         assert page.value("document.querySelector('#question').value + documents[0].name") == f"{question}a.txt"
-        assert says in page.value("document.querySelector('#notice').textContent")
+        assert says in text_of(page, "#notice")
 
     @pytest.mark.parametrize("stop", ["key", "button"])
     def test_stop(self, page, server, stop):
@@ -255,7 +255,7 @@ class TestTrouble:
         else:
             page.point("#send", click=True)
         page.until(ANSWERED)
-        assert page.value("document.querySelector('.figures').textContent").startswith("Stopped · ")
+        assert text_of(page, ".figures").startswith("Stopped · ")
         ask(page, "And?")
         page.until(f"{ANSWERED} && turns.length === 2")
         wait_until(lambda: b'status="499"} 1.0' in server.http("/metrics")[1])
@@ -270,11 +270,9 @@ class TestTrouble:
         ],
     )
     def test_errors_are_shown_and_can_be_tried_again(self, page, server, kind, says):
-        ask(page, kind)
-        page.until(ANSWERED)
-        assert page.value("document.querySelector('.failed[role=alert]').textContent") == says
-        press_button(page, "Try again")
-        page.until(f"{ANSWERED} && turns[0].answers.length === 1")
+        answer(page, kind)
+        assert text_of(page, ".failed[role=alert]") == says
+        press_button(page, "Try again", f"{ANSWERED} && turns[0].answers.length === 1")
         assert server.asked[0] == server.asked[1]
 
 
@@ -286,23 +284,20 @@ class TestFrame:
             "addFiles([new File(['Some text.'], 'a.txt'), new File(['\\0'], 'b.bin'), "
             "new File([new Uint8Array([0x63, 0x61, 0x66, 0xe9])], 'c.txt')])"
         )
-        assert "a.txt · 0.0 kB · about 3 tokens" in page.value("document.querySelector('#documents').textContent")
-        said = page.value("document.querySelector('#notice').textContent")
+        assert "a.txt · 0.0 kB · about 3 tokens" in text_of(page, "#documents")
+        said = text_of(page, "#notice")
         assert "b.bin is not a text file" in said and "c.txt is not a text file in UTF-8" in said
-        ask(page, "What?")
-        page.until(ANSWERED)
+        answer(page, "What?")
         assert server.asked[0]["messages"][0]["content"] == "Some text.\n\nWhat?"
         assert page.value("document.querySelector('#documents').children.length") == 0
         page.value("addFiles([new File(['word '.repeat(8000)], 'a.txt')])")
-        assert page.value("document.querySelector('#context-use').textContent").endswith("of 1,200 tokens")
+        assert text_of(page, "#context-use").endswith("of 1,200 tokens")
         assert page.value("document.querySelector('#context-use').className") == "over"  # it does not fit
 
     def test_a_phone_shows_all_of_it(self, page):
         page.screen(390, 800)
-        ask(page, "code")
-        page.until(ANSWERED)
-        press_button(page, "Again")
-        page.until(f"{ANSWERED} && turns[0].answers.length === 2")
+        answer(page, "code")
+        press_button(page, "Again", f"{ANSWERED} && turns[0].answers.length === 2")
         assert page.value("document.documentElement.scrollWidth") <= 390
         assert page.value(
             "[...document.querySelectorAll('main, #composer, header')].every(wide => wide.scrollWidth <= 390)"

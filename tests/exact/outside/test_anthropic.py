@@ -145,8 +145,8 @@ def test_a_stop_sequence_is_named(server):
 
 def test_thoughts_are_as_asked_for(server):
     off, said = "<assistant><think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\nSo."
-    assert ask(server, thinking={"type": "disabled"})[0] == 200 and server.service.prompt.endswith(off)
-    assert ask(server, output_config={"effort": "low"})[0] == 200
+    assert ask(server, thinking={"type": "disabled"}, user="So.")[0] == 200 and server.service.prompt.endswith(off)
+    assert ask(server, output_config={"effort": "low"}, user="So.")[0] == 200
     assert "(low)" in server.service.prompt
     for thinking in ({"type": "enabled", "budget_tokens": 2000}, {"type": "adaptive"}, None):
         thought, answer = ask(server, thinking=thinking, user=said)[1]["content"]
@@ -155,7 +155,7 @@ def test_thoughts_are_as_asked_for(server):
     assert [block["type"] for block in blocks] == ["text"]
     with running(think=False) as quiet:
         for kind, end in (("adaptive", off), ("enabled", "<assistant>")):
-            assert ask(quiet, thinking={"type": kind})[0] == 200 and quiet.service.prompt.endswith(end)
+            assert ask(quiet, thinking={"type": kind}, user="So.")[0] == 200 and quiet.service.prompt.endswith(end)
 
 
 # --- prompts ---
@@ -275,7 +275,7 @@ def test_deferred_tools_come_when_they_are_named(server):
     later = [OURS[0], OURS[1] | {"defer_loading": True}]
 
     def offered(messages):
-        assert ask(server, tools=later, messages=messages)[0] == 200
+        assert ask(server, tools=later, messages=messages, max_tokens=3)[0] == 200
         return [name for name in ("weather", "time") if f'"name": "{name}", "parameters"' in server.service.prompt]
 
     def change(kind, **tool):

@@ -185,39 +185,22 @@ def test_files_that_differ_in_one_part_have_two_names(tmp_path: Path, part: str,
 # --- layers and sizes ---
 
 
-def pruned(m: Any) -> None:
-    m.model.layers = m.model.layers[:2]
-    m.config.num_hidden_layers = 2
-
-
-def pruned_alone(m: Any) -> None:
-    m.model.layers = m.model.layers[:2]
-
-
-def told_less(m: Any) -> None:
-    m.config.num_hidden_layers = 2
-
-
-def deeper(m: Any) -> None:
-    m.model.layers.append(copy.deepcopy(m.model.layers[0]))
-    m.model.layers[3].self_attn.layer_idx = 3
-    m.config.num_hidden_layers = 4
-
-
-def replaced(m: Any) -> None:
-    m.model.layers[1] = model(seed=5).model.layers[1]
-
-
 class Through(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
 
 
-def skipped(m: Any) -> None:
-    m.model.layers[1] = Through()
+def keep(m: Any, layers: int, told: int) -> None:
+    m.model.layers, m.config.num_hidden_layers = m.model.layers[:layers], told
 
 
-def narrower(m: Any) -> None:
+def deepen(m: Any) -> None:
+    m.model.layers.append(copy.deepcopy(m.model.layers[0]))
+    m.model.layers[3].self_attn.layer_idx = 3
+    m.config.num_hidden_layers = 4
+
+
+def narrow(m: Any) -> None:
     for layer in m.model.layers:
         for name in ("gate_proj", "up_proj"):
             part = getattr(layer.mlp, name)
@@ -225,13 +208,22 @@ def narrower(m: Any) -> None:
         layer.mlp.down_proj.weight = nn.Parameter(layer.mlp.down_proj.weight[:, :-16].clone())
 
 
+LAYERS: dict[str, Change] = {
+    "pruned": lambda m: keep(m, 2, 2),
+    "pruned alone": lambda m: keep(m, 2, 3),
+    "told less": lambda m: keep(m, 3, 2),
+    "deeper": deepen,
+    "replaced": lambda m: m.model.layers.__setitem__(1, model(seed=5).model.layers[1]),
+    "skipped": lambda m: m.model.layers.__setitem__(1, Through()),
+    "narrower": narrow,
+}
 METHODS: dict[str | None, dict[str, Any]] = {
     "prompt-lookup": {"min_n": 1}, "self": {"view": "streaming", "budget": 24, "sink": 4}, None: {},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [pruned, pruned_alone, told_less, deeper, replaced, skipped, narrower])
-def test_what_was_settled_for_a_model_is_settled_again(change: Change) -> None:
+@pytest.mark.parametrize("change", LAYERS)
+def test_what_was_settled_for_a_model_is_settled_again(change: str) -> None:
     drafted = accepted = 0
     for name, options in METHODS.items():
         m, cache = model(), PromptCache()
@@ -241,14 +233,14 @@ def test_what_was_settled_for_a_model_is_settled_again(change: Change) -> None:
         run, session = bound.stream([PROMPT], max_new_tokens=NEW), bound.session(1)
         session.add(Request(PROMPT, NEW))
         next(iter(run)), session.step()
-        change(m)
+        LAYERS[change](m)
         expected = own(m)
         assert expected != before
         result = decoded(bound, cache)
         assert result.token_ids == own(m, custom_generate=free) == own(m, custom_generate=bound) == expected
         assert result.cached_tokens == 0
         drafted, accepted = drafted + result.drafted, accepted + result.accepted
-        for next_step in (run.results, session.step) if change in (pruned, deeper) else ():
+        for next_step in (run.results, session.step) if change in ("pruned", "deeper") else ():
             with pytest.raises(CapabilityError, match="Start the run again"):  # what had begun goes not on
                 next_step()
     assert drafted > accepted > 0

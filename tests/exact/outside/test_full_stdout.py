@@ -16,9 +16,10 @@ FULL = pytest.param("> /dev/full", marks=pytest.mark.skipif(not os.path.exists("
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-@pytest.mark.parametrize(("words", "unbuffered"), [("--version", "1"), ("methods", "")])
 @pytest.mark.parametrize("to", [FULL, ">&-", "| (exec 0<&-)"])
-def test_a_command_ends_quietly_with_an_exit_code(words, to, unbuffered):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_ends_quietly_with_an_exit_code(to, unbuffered):
+    words = "--version" if unbuffered else "serve --help"
     run = f"{sys.executable} -m longdraft {words}; echo exit $? >&2"
     script = f"({run}) {to}"
     ended = subprocess.run(
@@ -35,7 +36,7 @@ def test_a_command_ends_quietly_with_an_exit_code(words, to, unbuffered):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-@pytest.mark.parametrize("to", [FULL, "| (exec 0<&-)"])
+@pytest.mark.parametrize("to", [FULL])
 def test_a_chat_ends_where_nobody_takes_its_answers(model_folder, to):
     script = (
         f"(printf 'a\\nb\\nc\\n' | {sys.executable} -m longdraft chat -m {model_folder} --max-tokens 3; "

@@ -35,13 +35,12 @@ def test_a_reader_that_reads_nothing_delays_nobody():
     prompt = {"model": "tiny", "prompt": PROMPT}
     long = prompt | {"max_tokens": 300, "n": 8, "logprobs": 5, "stream": True, "ignore_eos": True}
     with contextlib.closing(Running(make_service(slots=2))) as running:
-        *closed, late = (unread(running.server.port, long) for _ in range(3))
+        closed, late = (unread(running.server.port, long) for _ in range(2))
         # Other requests take turns with them, and the memory of what they do not read is bounded by max_tokens.
-        for _ in range(5):
+        for _ in range(3):
             status, answer = running.http("/v1/completions", prompt | {"max_tokens": 8})
             assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 8
-        for reader in closed:
-            reader.close()
+        closed.close()
         # One that reads late gets all of its answer.
         received = b""
         late.settimeout(60)
