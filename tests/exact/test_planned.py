@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 
 from longdraft import Speculator
-from tests.support.methods import CASES, DRAWN, GREEDY, METHODS, PROMPTS, generate, target, tokens
+from tests.support.methods import CASES, DRAWN, GREEDY, METHODS, NEW, PROMPTS, generate, target, tokens
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 
@@ -25,7 +25,7 @@ SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREE
 
 @pytest.mark.parametrize(("name", "situation"), zip(PLANNED, cycle(SITUATIONS), strict=False))
 def test_the_output_is_plain_decodings(spec_factory, name, situation):
-    (table, sampling), n = situation, 24
+    (table, sampling), n = situation, NEW
     spec = spec_factory.spec(PLANNED[name], plan=TABLES[table])
     assert spec.planner() is not None
     together = generate(spec, n=n, sampling=sampling)
