@@ -92,6 +92,15 @@ def option_name(level: str) -> str:
     return level.removeprefix("x86-64-").removeprefix("armv8.2-a-")
 
 
+def _with_bases(level: str | None) -> list[Level]:
+    """Returns what an instruction set extends, the narrowest first, and the set itself last."""
+    return [] if level is None else [*_with_bases(LEVELS[level].base), LEVELS[level]]
+
+
+def _target_flags(level: str) -> list[str]:
+    return [flag for base in _with_bases(level) for flag in base.flags.split()]
+
+
 def platform_levels() -> list[str]:
     """Returns the instruction sets of this machine, the widest first; raises UnsupportedPlatformError without any."""
     levels = [name for name, level in LEVELS.items() if level.machine == platform.machine()]
@@ -101,11 +110,6 @@ def platform_levels() -> list[str]:
             f"kernels are compiled for Linux on {supported}, this is {sys.platform} on {platform.machine()}"
         )
     return levels
-
-
-def _with_bases(level: str | None) -> list[Level]:
-    """Returns an instruction set's base of bases, and what extends it, the set itself last."""
-    return [] if level is None else [*_with_bases(LEVELS[level].base), LEVELS[level]]
 
 
 def supported_levels() -> list[str]:
@@ -206,15 +210,15 @@ def _cache_dir() -> Path:
 def library_file_name(level: str) -> str:
     """Returns the file name of the shared object, which contains a digest of the sources and the flags."""
     parts = [(_SOURCE_DIR / name).read_bytes() for name in (*SOURCES, *_HEADERS)]
-    digest = hashlib.sha256(b"\0".join([*parts, repr((_FLAGS, _OPTIMIZATION)).encode()])).hexdigest()[:16]
+    flags = repr((_FLAGS, _OPTIMIZATION, _target_flags(level))).encode()
+    digest = hashlib.sha256(b"\0".join([*parts, flags])).hexdigest()[:16]
     return f"kernels-{level}-{digest}.so"
 
 
 def _compile(compiler: list[str], level: str, source_dir: Path, output_dir: Path) -> Path:
     def compile_one(name: str) -> str:
         output = str(output_dir / f"{name}.o")
-        target_flags = [flag for base in _with_bases(level) for flag in base.flags.split()]
-        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS, *target_flags)
+        flags = (_OPTIMIZATION.get(name, "-O3"), *_FLAGS, *_target_flags(level))
         _run_compiler([*compiler, *flags, "-c", str(source_dir / name), "-o", output])
         return output
 

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 import torch
 
 from longdraft.native.boundary import CPU_INT64, address
-from longdraft.native.header import ENUMS, STRUCTURES
+from longdraft.native.header import ENUMS
 from longdraft.native.int8_kv import KVPair
 from longdraft.native.library import Kernels
-from longdraft.native.structures import kv_struct
+from longdraft.native.structures import kv_struct, make_struct
 
 SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])  # mean-key, minmax, quest, tokens, ...
 SUMMARY_SCORERS = SCORERS[:3]  # scorers that read only summaries, not keys
-SUMMARY_NAMES = ("largest", "smallest", "mean")  # max, min and mean of ChunkSummaries (kernels.h)
+# Name of a summary -> its field of ChunkSummaries (kernels.h).
+SUMMARY_NAMES = {"largest": "max", "smallest": "min", "mean": "mean"}
 # Name in SUMMARY_NAMES -> (layers, KV heads, chunks, d). All have the same strides; that of chunks is 1.
 Summaries = Mapping[str, torch.Tensor]
 
@@ -31,7 +32,7 @@ class ViewKernels:
     ) -> None:
         """Summarizes chunks [first_chunk, end_chunk) of a slot's keys (layers, slots, KV heads, capacity, d)."""
         layers, _, heads, _, d = keys.shape
-        out = STRUCTURES["ChunkSummaries"](*_summary_fields(summaries))
+        out = make_struct("ChunkSummaries", **_summary_fields(summaries))
         sizes = (layers, heads, d, chunk_size)
         self._call("summarize_chunks", kv_struct(keys, keys), slot, *sizes, out, first_chunk, end_chunk)
 
@@ -68,12 +69,14 @@ class ViewKernels:
         elif scorer in ("attention", "snapkv"):
             queries = queries * d**-0.5
         queries = queries.float().contiguous()
-        sizes = (layers, heads, queries.shape[1] // heads, queries.shape[2], d)
         chunk_ids = torch.empty(layers, heads, count, **CPU_INT64)
-        summary_fields = (None, None, None, 0, 0, 0) if summaries is None else _summary_fields(summaries)
-        kv_fields = (ctypes.pointer(kv_struct(keys, keys)), slot, kv_len, chunk_size)
-        options = (candidates.start, candidates.stop, count, SCORERS.index(scorer), int(use_max))
-        selection = STRUCTURES["ChunkSelection"](*summary_fields, *kv_fields, *sizes, *options)
+        selection = make_struct(
+            "ChunkSelection", **({} if summaries is None else _summary_fields(summaries)),
+            kv=ctypes.pointer(kv_struct(keys, keys)), slot=slot, kv_len=kv_len, chunk_size=chunk_size,
+            n_layers=layers, n_kv_heads=heads, group_size=queries.shape[1] // heads, n_queries=queries.shape[2], d=d,
+            first_chunk=candidates.start, end_chunk=candidates.stop, n_selected=count,
+            scorer=SCORERS.index(scorer), use_max=use_max,
+        )  # fmt: skip
         self._call("select_chunks", selection, address(queries), address(chunk_ids, torch.long))
         return chunk_ids
 
@@ -110,9 +113,9 @@ class ViewKernels:
         self._call("copy_entries", kv_struct(*source), kv_struct(*view_kv), *sizes)
 
 
-def _summary_fields(summaries: Summaries) -> tuple[int | None, ...]:
-    """Returns the fields of ChunkSummaries: addresses of summaries, then strides of layers, heads and dimensions."""
+def _summary_fields(summaries: Summaries) -> dict[str, int | None]:
+    """Returns the fields of ChunkSummaries: addresses of summaries, and strides of layers, heads and dimensions."""
     layer, head, chunk, dim = next(iter(summaries.values())).stride()
     assert chunk == 1
-    data = (address(summaries[n].mT, strided_rows=True) if n in summaries else None for n in SUMMARY_NAMES)
-    return (*data, layer, head, dim)
+    data = {SUMMARY_NAMES[name]: address(summary.mT, strided_rows=True) for name, summary in summaries.items()}
+    return {**data, "layer_stride": layer, "head_stride": head, "dim_stride": dim}
