@@ -15,6 +15,7 @@ import torch
 
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
+from longdraft.engine.planner import Planner, make_planner
 from longdraft.engine.request import Prompt, Request, RequestSettings, make_requests
 from longdraft.engine.session import Generation, Session, default_batch_size
 from longdraft.engine.stats import Result
@@ -31,8 +32,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.user_code import reason_against_drafts
 from longdraft.options import whole_number
 from longdraft.planning.costs import fraction_reporter
-from longdraft.planning.planner import Planner
-from longdraft.planning.plans import PlanChoice, check_plan, is_planned, make_planner
+from longdraft.planning.plans import PlanChoice, check_plan, is_planned
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.registry import METHODS, Method
 from longdraft.views.view import parse_dtype

@@ -101,7 +101,7 @@ def test_exact_verifiers_give_the_tokens_of_plain_decoding(tmp_path, name, draft
 def test_after_a_run_the_cache_has_exact_kv_only(name):
     model = model_of()
     got, _, engine = run(model, VERIFIERS[name](), SuffixDrafter(), PROMPTS[:1], 13)
-    store = engine.cache.store
+    store = engine.cache_manager.cache.store
     n = store.lengths[0]
     assert store.num_unverified[0] == 0 and n <= len(got[0].tokens) - 1
     exact = computed(model, got[0].tokens[:n])
@@ -242,6 +242,6 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, window):
     eagle = Checked(draft, widths=(2, 3))
     got, _, engine = run(model, SpecPV(sizes()), eagle, PROMPTS[:1])
     assert eagle.checked >= 2
-    store, n = engine.cache.store, engine.cache.store.lengths[0]
+    store, n = engine.cache_manager.cache.store, engine.cache_manager.cache.store.lengths[0]
     exact = computed(model, got[0].tokens[:n], store.feature_layers)
     torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)
