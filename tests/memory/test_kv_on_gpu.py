@@ -9,7 +9,7 @@ import torch
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from tests.support.methods import EXACT, SpeculatorsByMethod
 from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
@@ -57,7 +57,7 @@ def test_a_view_of_all_entries_in_eight_bits_drafts_for_a_target_that_keeps_its_
 
 def test_the_page_says_how_many_bytes_it_takes():
     shape, row = KVShape(32, 8, 128, torch.bfloat16), "| 8B shape | {:.2f} GB | {:.2f} GB |"
-    own, small = KVStore(shape, 1, 61440, "meta"), KVStore(shape, 1, 61440, "meta", dtype=torch.int8)
+    own, small = KVStore(shape, 1, 61440, "meta"), KVStore(shape, 1, 61440, "meta", StoreConfig(dtype=torch.int8))
     found = [
         sum(x.numel() * x.itemsize for x in tensors) / 1e9
         for tensors in ((own.keys, own.values), (x for r in (small.keys, small.values) for x in (r.quants, r.scales)))

@@ -25,9 +25,9 @@ def offloaded(request, monkeypatch):
     device keeps two layers, and one in every other store."""
     resident = cycle([2, 1] if request.param == "host:2" else [0])
 
-    def new_store(option, shape, slots, capacity, device, transposed=False, layers=(), size=0, *rest):
+    def new_store(option, shape, slots, capacity, device, config, arena):
         device_args = {"copy_stream": LazyCopyStream(), "num_resident": next(resident)}
-        return OffloadedKVStore(shape, slots, capacity, "cpu", layers, size, **device_args)
+        return OffloadedKVStore(shape, slots, capacity, "cpu", config, **device_args)
 
     return lambda: monkeypatch.setattr(offload, "new_store", new_store)
 
