@@ -108,7 +108,7 @@ class Engine:
 
     def _verify(self, batch: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
         """Computes the target's logits at the nodes of each sequence's tree, usually in one forward."""
-        query_layers = self.drafter.query_layers(self.runner) if self.drafter.needs_queries(batch) else ()
+        query_layers = self._query_layers if self.drafter.needs_queries(batch) else ()
         with profiled(self.runner.profiler, "forward"):
             return self.verifier.verify(batch, trees, query_layers)
 
@@ -214,16 +214,15 @@ class Engine:
         store = cache.open(new_store, slots, num_entries, feature_layers, runner.store_compat_key, fingerprint)
         drafter.bind(runner, store)
         verifier.bind(runner, store, max_nodes)
-        query_layers = drafter.query_layers(runner)
         self._prefiller = Prefiller(self.cache_manager, runner, drafter, store, self._chunk_size)
-        self._store = store
+        self._store, self._query_layers = store, drafter.query_layers(runner)
         if runner.tp_rank is not None:
-            runner.tp_rank.check_views(bool(drafter.views or verifier.views or query_layers))
+            runner.tp_rank.check_views(bool(drafter.views or verifier.views or self._query_layers))
 
     def capture_graphs(self, on_progress: Callable[[float], None] = lambda fraction: None) -> int:
         """Captures CUDA graphs of verification forwards. Returns their number; ``on_progress`` gets fractions of 1."""
         with self.runner.lock:
             if not self.cache_manager.is_open:
                 self.cache_manager.open((), self._open_store)
-            taps = Taps(queries=self.drafter.query_layers(self.runner))
+            taps = Taps(queries=self._query_layers)
             return self.runner.capture_graphs(self._store, self.drafter.max_nodes + 1, taps, on_progress)
