@@ -196,14 +196,13 @@ class Engine:
 
     def _remove(self, s: Sequence) -> None:
         """Takes a sequence out of the engine. Its slot keeps the KV that later sequences may reuse."""
-        has_slot = s in self._scheduler.active
-        self._scheduler.remove(s)
-        if has_slot:
-            self._prefiller.release(s)
-            # A sequence that never started wrote no KV. If another run has opened the cache, the slot is that run's.
-            if s.is_started and self.cache_manager.owns_cache:
-                self.verifier.release(s)
-            self.drafter.release(s)
+        if not self._scheduler.remove(s):
+            return
+        self._prefiller.release(s)
+        # A sequence that never started wrote no KV. If another run has opened the cache, the slot is that run's.
+        if s.is_started and self.cache_manager.owns_cache:
+            self.verifier.release(s)
+        self.drafter.release(s)
 
     def _open_store(self, cache: PromptCache, slots: int, capacity: int, fingerprint: str) -> None:
         """Opens a cache for this run, with space for drafts, and binds drafter, verifier and prefill to its store."""

@@ -47,10 +47,11 @@ class Scheduler:
                 return
             self.active.append(self.waiting.popleft())
 
-    def remove(self, s: Sequence) -> None:
-        """Takes a sequence out of the queue, or frees its slot."""
+    def remove(self, s: Sequence) -> bool:
+        """Takes a sequence out of the queue, or frees its slot. Returns True if it had a slot."""
         if s in self.waiting:
             self.waiting.remove(s)
-        else:
-            self.active.remove(s)
-            self._cache_manager.free_slot(s)
+            return False
+        self.active.remove(s)
+        self._cache_manager.free_slot(s)
+        return True
