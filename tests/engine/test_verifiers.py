@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 
@@ -107,6 +110,18 @@ def test_after_a_run_the_cache_has_exact_kv_only(name):
     exact = computed(model, got[0].tokens[:n])
     torch.testing.assert_close(store.keys[:, :1, :, :n], exact.keys, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(store.values[:, :1, :, :n], exact.values, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_that_is_over_frees_its_kv_at_once():
+    """Without a collection of cycles: CUDA graphs wait for the buffers of the run before."""
+    gc.disable()
+    try:
+        _, _, engine = run(model_of(), Verifier(), SuffixDrafter(), PROMPTS[:1], 5)
+        store = ref(engine.cache_manager.cache.store)
+        del engine
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def computed(model, tokens, *layers):
