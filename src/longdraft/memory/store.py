@@ -11,7 +11,7 @@ Shapes: B sequences in a batch, T new tokens of each sequence.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, cast
@@ -22,7 +22,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import ArenaBuffers, BufferArena
 from longdraft.memory.kv_entries import KVEntries
-from longdraft.memory.path_move import PathMove
+from longdraft.memory.path_move import move_path
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
 from longdraft.native.int8_kv import Int8KV
@@ -355,12 +355,14 @@ class KVStore:
             raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
         if path and n + path[-1] >= self.capacity:
             raise ValueError(f"path index {path[-1]} lies beyond the capacity {self.capacity}")
-        if move := PathMove(n, path, self.device):
+
+        def tensors_from(first: int) -> Iterator[torch.Tensor]:
             for layers in self.layer_groups:
-                for kv in self.slot_kv(slot, layers, move.start):
-                    move.apply(kv)
+                yield from self.slot_kv(slot, layers, first)
             if self.features is not None:
-                move.apply(self.features[slot])
+                yield self.features[slot]
+
+        move_path(n, path, self.device, tensors_from)
         for states in self._own_states:
             states.commit(slot, n, path)
         self.lengths[slot] = n + len(path)

@@ -14,7 +14,7 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.transfer import to_device
-from longdraft.memory.path_move import PathMove
+from longdraft.memory.path_move import move_path
 from longdraft.native.boundary import CPU_INT64
 
 # Buffers begin at multiples of this position. Our kernels sum over segments of this many keys, and the last bits of a
@@ -153,9 +153,8 @@ class WindowKVCache:
                 buffer[slot, : kv.shape[1], new, : kv.shape[3]] = kv[b]
 
     def commit(self, slot: int, base_len: int, path: Sequence[int]) -> None:
-        if move := PathMove(base_len - self.start_positions[slot], path, self.device):
-            for tensor in (self.keys, self.values):
-                move.apply(tensor[:, slot])
+        tensors = self.keys[:, slot], self.values[:, slot]
+        move_path(base_len - self.start_positions[slot], path, self.device, lambda first: tensors)
         self._end_positions[slot] = base_len + len(path)
 
     def restorable_length(self, slot: int, length: int) -> int:
