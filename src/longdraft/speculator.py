@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
+from longdraft.engine.planner import Planner
 from longdraft.engine.request import Prompt, Request, RequestSettings, make_requests
 from longdraft.engine.session import Generation, Session, default_batch_size
 from longdraft.engine.stats import Result
 from longdraft.engine.text_codec import TextCodec
-from longdraft.errors import ArgumentError, RequestError, UnsupportedModelError, memory_checked, values_checked
+from longdraft.errors import ArgumentError, RequestError, memory_checked, values_checked
 from longdraft.integration import decoding
 from longdraft.integration.generate_arguments import CustomGenerateSignature, GenerateArguments
 from longdraft.memory import offload as offloading
 from longdraft.memory.prompt_cache import PromptCache
 from longdraft.method import Method
-from longdraft.model import support
-from longdraft.model.execution_model import model_lock
 from longdraft.model.load.checkpoints import Progress
-from longdraft.model.probes.user_code import reason_against_drafts
 from longdraft.model.runner import TargetRunner
 from longdraft.options import whole_number
 from longdraft.planning.costs import fraction_reporter
-from longdraft.planning.planner import Planner
-from longdraft.planning.plans import PlanChoice, check_plan, is_planned, make_planner
-from longdraft.recipes import Recipe, recipe_for, resolve
+from longdraft.planning.plans import PlanChoice, check_plan
+from longdraft.recipes import Recipe, resolve
 from longdraft.registry import METHODS
+from longdraft.targets import Targets
 from longdraft.views.view import parse_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from typing_extensions import Unpack
-
-logger = logging.getLogger("longdraft")
 
 # One prompt or several; a prompt is a string, a list of token ids or a request.
 Prompts = Prompt | Request | Sequence[Prompt | Request]
@@ -55,17 +48,6 @@ class StreamSettings(RequestSettings, total=False):
     cache: PromptCache | None
     cancelled: Callable[[], bool]
     piece: int | None
-
-
-@dataclass
-class _Target:
-    """A target's runner, and what was made for it at first use. ``planner_decided`` tells whether ``planner`` is final:
-    None then means that trees are fixed."""
-
-    runner: TargetRunner
-    recipe: Recipe | None = None
-    planner: Planner | None = None
-    planner_decided: bool = False
 
 
 def _check_keywords(call: str, settings: Mapping[str, Any], method_options: Iterable[str] = ()) -> None:
@@ -143,16 +125,14 @@ class Speculator:
         with values_checked():
             self._method, self.options = resolve(method, options)  # so wrong options fail before a target is loaded
             self.offload = offloading.parse(offload)
-            self._kv_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
-            self._plan = check_plan(plan)
+            rounded_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
+            check_plan(plan)
         if not isinstance(deterministic, bool):
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
         self.tokenizer = tokenizer
-        # The dictionary is replaced, never changed, so reads need no lock. Code with the lock acquires no other lock.
-        # Keys are weak, so models from transformers' ``generate`` are not kept alive.
-        self._targets: WeakKeyDictionary[PreTrainedModel, _Target] = WeakKeyDictionary()
-        self._targets_lock = Lock()
+        make_runner = partial(TargetRunner, offload=self.offload, kv_dtype=rounded_dtype, deterministic=deterministic)
+        self._targets = Targets(self._method, self.options, plan, make_runner)
         if target is not None:
             self.use(target, tokenizer)
 
@@ -180,10 +160,10 @@ class Speculator:
         )
 
     def __repr__(self) -> str:
-        targets = list(self._targets.values())
+        targets = self._targets.all
         recipe = targets[0].recipe if targets else None
         method, options = (self._method, self.options) if recipe is None else (recipe.method, recipe.options)
-        plan = "auto" if is_planned(self._plan, options, method is None or method.exact) else "fixed"
+        plan = "auto" if self._targets.is_planned(method is None or method.exact) else "fixed"
         parts = [repr(method.name) if method else "method chosen by target", f"plan={plan}"]
         parts += [f"{name}={value!r}" for name, value in options.items()]
         parts += [f"target={type(target.runner.model).__name__}" for target in targets]
@@ -200,28 +180,7 @@ class Speculator:
 
     def recipe(self, runner: TargetRunner | None = None) -> Recipe:
         """Returns the method and options for a target, by default the first. They are chosen once for each target."""
-        target = self._target(runner)
-        if target.recipe is None:
-            with target.runner.lock:
-                # Lookups cost nothing if a planner limits the trees. Without a planner, drafts are those of the papers.
-                lookup = is_planned(self._plan, self.options, self._method is None or self._method.exact)
-                with values_checked(), torch.device("cpu"):  # whatever the user's default device is
-                    target.recipe = target.recipe or recipe_for(self._method, self.options, target.runner, lookup)
-        return target.recipe
-
-    def _usable_recipe(self, runner: TargetRunner) -> Recipe:
-        """Returns the recipe for a target; plain decoding if the model's hooks rule out drafts that longdraft chose.
-
-        Raises:
-            UnsupportedModelError: hooks rule out drafts, and the user named a method that drafts.
-        """
-        recipe = self.recipe(runner)
-        if not recipe.is_plannable or (reason := reason_against_drafts(runner)) is None:
-            return recipe
-        if self._method is not None:
-            raise UnsupportedModelError(reason)
-        logger.warning("Decoding plainly: %s", reason)
-        return recipe_for(METHODS["ar"], {}, runner)
+        return self._targets.recipe(runner)
 
     def record(self, batch: int | None = None, context: int = 0, progress: Progress | None = None) -> int:
         """Captures the CUDA graphs of a session's verifications before its first request.
@@ -251,44 +210,12 @@ class Speculator:
             progress: called with a line of text before anything is measured.
             runner: the target; None: the first.
         """
-        target = self._target(runner)
-        with target.runner.lock:  # other forwards would disturb the measurement
-            if not target.planner_decided:
-                recipe, tp_rank = self.recipe(target.runner), target.runner.tp_rank
-                if tp_rank is not None:
-                    tp_rank.check_plan(self._plan)
-                planned = is_planned(self._plan, self.options, recipe.method.exact) and recipe.is_plannable
-                if planned and self.offload is None and tp_rank is None:
-                    target.planner = make_planner(self._plan, target.runner, progress)
-                target.planner_decided = True
-            return target.planner
+        return self._targets.planner(progress, runner)
 
     def runner(self, target: PreTrainedModel | None = None, keep_alive: bool = True) -> TargetRunner:
         """Returns the runner of a target, by default the first. A model that was moved, cast or given other layers gets
         a new runner. With ``keep_alive``, the runner holds a reference to ``target`` from now on."""
-        if target is None and not self._targets:
-            raise RequestError("This Speculator has no target: Speculator(name, target=model).")
-        model = next(self._targets.keys()) if target is None else target
-        support.check_model(model)
-        if (runner := self._current_runner(model)) is None:
-            with model_lock(model):
-                if (runner := self._current_runner(model)) is None:
-                    runner = TargetRunner(model, self.offload, self._kv_dtype, self.deterministic)
-                    runner.held_model = old.runner.held_model if (old := self._targets.get(model)) else None
-                    with self._targets_lock:
-                        self._targets = self._targets | {model: _Target(runner)}  # keeps the order of targets
-        runner.held_model = model if keep_alive and target is not None else runner.held_model
-        return runner
-
-    def _current_runner(self, model: PreTrainedModel) -> TargetRunner | None:
-        target = self._targets.get(model)
-        return None if target is None or target.runner.is_stale else target.runner
-
-    def _target(self, runner: TargetRunner | None = None) -> _Target:
-        """Returns the entry of a target, by default of the first. A replaced runner gets an entry of its own."""
-        runner = self.runner() if runner is None else runner
-        target = self._targets.get(runner.model)
-        return target if target is not None and target.runner is runner else _Target(runner)
+        return self._targets.runner(target, keep_alive)
 
     def feature_layers(self) -> tuple[int, ...]:
         """Returns layers whose hidden states drafters read; see :class:`~longdraft.memory.prompt_cache.PromptCache`."""
@@ -388,7 +315,7 @@ class Speculator:
             raise RequestError(f"cache takes a longdraft.PromptCache(), got {cache!r}")
         runner = self.runner()
         slots = default_batch_size(runner.device.type) if batch is None else whole_number("batch", batch, 1)
-        recipe = self._usable_recipe(runner)
+        recipe = self._targets.usable_recipe(runner)
         return recipe, Engine(
             runner,
             recipe.drafter(),
@@ -421,7 +348,7 @@ class Speculator:
         generate_args = generate_args or GenerateArguments()
         try:
             runner = self.runner(model, keep_alive=False)
-            recipe = self._usable_recipe(runner)
+            recipe = self._targets.usable_recipe(runner)
             return decoding.decode(
                 runner, recipe, lambda: self.planner(runner=runner), input_ids, generate_args, **call
             )

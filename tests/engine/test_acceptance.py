@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from longdraft import Sampling
-from longdraft.engine.accept import AcceptedPath, accept_path
+from longdraft.engine.accept import AcceptedPath, accept_path, sample_target_tokens
 from longdraft.engine.sampler import SampleNoise, Sampler
+from longdraft.errors import NumericalError
 from longdraft.trees.tree import TokenTree, chain_tree, tree_from_paths
 
 VOCABULARY = 5
@@ -94,6 +95,27 @@ def test_logits_of_padding_are_not_read():
     tree = chain_tree(PREFIX[-1], [])
     padded = torch.cat([verified(tree, PREFIX), torch.full((3, VOCABULARY), float("nan"))])
     assert accept_path(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).nodes == (0,)
+
+
+def test_maxima_of_a_batch_give_the_tokens_of_each_tree():
+    """Trees of a batch are padded to the largest one. NaN in padding is nobody's, NaN in a node is an error."""
+    trees = [chain_tree(PREFIX[-1], tokens) for tokens in ([2, 3], [], [1])]
+    padded = torch.full((3, 3, VOCABULARY), float("nan"))
+    for b, tree in enumerate(trees):
+        padded[b, : tree.size] = verified(tree, PREFIX)
+    row_max, argmax = padded.max(-1)
+    samplers = [sampler(), sampler(Sampling(temperature=1.0)), sampler()]
+    nodes, maxima = list(zip(trees, padded, samplers, strict=True)), list(zip(row_max, argmax, strict=True))
+    found = sample_target_tokens(nodes, maxima=maxima)
+    assert found == sample_target_tokens(nodes)
+    assert found == [
+        verified(trees[0], PREFIX).argmax(-1).tolist(),
+        None,
+        verified(trees[2], PREFIX).argmax(-1).tolist(),
+    ]
+    row_max[2, 1] = float("nan")
+    with pytest.raises(NumericalError):
+        sample_target_tokens(nodes, maxima=maxima)
 
 
 # --- sampled ---

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 
@@ -101,12 +104,24 @@ def test_exact_verifiers_give_the_tokens_of_plain_decoding(tmp_path, name, draft
 def test_after_a_run_the_cache_has_exact_kv_only(name):
     model = model_of()
     got, _, engine = run(model, VERIFIERS[name](), SuffixDrafter(), PROMPTS[:1], 13)
-    store = engine.cache.store
+    store = engine.cache_manager.cache.store
     n = store.lengths[0]
     assert store.num_unverified[0] == 0 and n <= len(got[0].tokens) - 1
     exact = computed(model, got[0].tokens[:n])
     torch.testing.assert_close(store.keys[:, :1, :, :n], exact.keys, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(store.values[:, :1, :, :n], exact.values, atol=1e-4, rtol=1e-3)
+
+
+def test_a_run_that_is_over_frees_its_kv_at_once():
+    """Without a collection of cycles: CUDA graphs wait for the buffers of the run before."""
+    gc.disable()
+    try:
+        _, _, engine = run(model_of(), Verifier(), SuffixDrafter(), PROMPTS[:1], 5)
+        store = ref(engine.cache_manager.cache.store)
+        del engine
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def computed(model, tokens, *layers):
@@ -244,6 +259,6 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, window):
     eagle = Checked(draft, widths=(2, 3))
     got, _, engine = run(model, SpecPV(sizes()), eagle, PROMPTS[:1])
     assert eagle.checked >= 2
-    store, n = engine.cache.store, engine.cache.store.lengths[0]
+    store, n = engine.cache_manager.cache.store, engine.cache_manager.cache.store.lengths[0]
     exact = computed(model, got[0].tokens[:n], store.feature_layers)
     torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import PromptCache
+from longdraft.memory.kv_entries import KVEntries
 from longdraft.memory.prefix_tree import BLOCK_SIZE, PrefixTree
-from longdraft.memory.store import KVEntries, KVStore
+from longdraft.memory.store import KVStore, StoreConfig
 from longdraft.memory.token_ids import common_prefix_len, to_array
 from tests.memory.test_prompt_cache import SHAPE, held
 
@@ -78,7 +79,7 @@ def test_common_beginnings_are_kept_once_and_the_end_not_used_for_longest_goes_f
 
 def test_a_text_whose_slot_was_taken_comes_back_with_its_hidden_states():
     def new_store(slots: int, capacity: int) -> KVStore:
-        return KVStore(SHAPE, slots, capacity, feature_layers=(0,), feature_size=1)
+        return KVStore(SHAPE, slots, capacity, config=StoreConfig(feature_layers=(0,), feature_size=1))
 
     cache = PromptCache(tree_bytes=1 << 20)
     store = cache.open(new_store, 1, 800, (0,))

@@ -11,7 +11,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import snapshot
 from longdraft.memory.offload import OffloadedKVStore
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.native.int8_kv import Int8KV
 from tests.support.lazy_side import LazyCopyStream
 
@@ -23,12 +23,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 def make(kind: str, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SHAPE) -> KVStore:
     """A store of a kind with two layers' features; its entries are noise or zeros."""
-    features = {"feature_layers": (0, 2), "feature_size": FEATURES}
+    dtype = getattr(torch, kind) if kind in ("bfloat16", "int8") else None
+    config = StoreConfig(kind == "transposed" or dtype is not None, (0, 2), FEATURES, dtype)
     if kind == "host":
-        return OffloadedKVStore(shape, slots, capacity, "cpu", copy_stream=LazyCopyStream(), **features)
-    if kind in ("bfloat16", "int8"):
-        return KVStore(shape, slots, capacity, "cpu", True, **features, dtype=getattr(torch, kind))
-    return KVStore(shape, slots, capacity, "cpu", kind == "transposed", **features)
+        return OffloadedKVStore(shape, slots, capacity, "cpu", config, LazyCopyStream())
+    return KVStore(shape, slots, capacity, "cpu", config)
 
 
 def random_kv(kind: str, *size: int) -> torch.Tensor:

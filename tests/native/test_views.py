@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.native.int8_kv import Int8KV
 from longdraft.native.views import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
@@ -20,7 +20,7 @@ pytestmark = needs_kernels
 
 def text(length: int, layers: int, d: int = 16, transposed: bool = True, seed: int = 0) -> KVStore:
     """Random keys, and values that say layer, head and position."""
-    full = KVStore(KVShape(layers, 2, d, torch.float32), 1, 500, transposed_keys=transposed)
+    full = KVStore(KVShape(layers, 2, d, torch.float32), 1, 500, config=StoreConfig(transposed))
     full.keys.copy_(torch.randn(full.keys.shape, generator=torch.Generator().manual_seed(seed)))
     full.values.copy_(torch.arange(full.values.numel(), dtype=torch.float32).view(full.values.shape))
     full.lengths[0] = length
@@ -30,7 +30,7 @@ def text(length: int, layers: int, d: int = 16, transposed: bool = True, seed: i
 def cache_of(full: KVStore, view: View, dtype: torch.dtype = torch.float32) -> SparseKVCache:
     def new_store(slots: int, rows: int) -> KVStore:
         turned = dtype != torch.float32 or full.keys.stride(-1) != 1
-        return KVStore(full.shape, slots, rows, transposed_keys=turned, dtype=dtype)
+        return KVStore(full.shape, slots, rows, config=StoreConfig(turned, dtype=dtype))
 
     return SparseKVCache(full, new_store, view, 2)
 

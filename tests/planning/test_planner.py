@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from longdraft.drafters.suffix import SuffixDrafter
 from longdraft.engine.drafter import SelfDraftCost
+from longdraft.engine.planner import Planner, RoundPlan, discount_odds
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.planning.acceptance import (
@@ -23,7 +24,6 @@ from longdraft.planning.acceptance import (
     PriorDraftGain,
 )
 from longdraft.planning.costs import CostTable
-from longdraft.planning.planner import Plan, Planner, discount_odds
 from longdraft.trees.tree import TokenTree
 
 
@@ -52,10 +52,9 @@ def tree(*chances, parents=None):
 HALF = tree(0.5)
 
 
-def begun(planner: Planner, sequences=None) -> Plan:
-    plan = planner.start()
-    plan.node_limit(sequences or [sequence()])
-    return plan
+def begun(planner: Planner, sequences=None) -> RoundPlan:
+    sequences = sequences or [sequence()]
+    return RoundPlan(planner, SuffixDrafter(), sequences, [s.length for s in sequences])
 
 
 def event(s: Sequence, verified: TokenTree, accepted: int) -> RoundResult:
@@ -74,11 +73,11 @@ def rounds(
         right: tokens of the draft that are right whenever it is asked. drafted: by the draft; free: without it.
         forwards, each: of the draft, in a round that asks it; seconds of one. step: seconds of a verification's row 1.
     """
-    plan, sequences = planner.start(), sequences or [sequence()]
+    sequences = sequences or [sequence()]
     asked, seconds = [], 0.0
     for _ in range(count):
-        limit = plan.node_limit(sequences)
-        chosen = limit.select_sequences(sequences, [free] * len(sequences))
+        plan = begun(planner, sequences)
+        chosen = plan.limit.select_sequences(sequences, [free] * len(sequences))
         asked.append(len(chosen))
         verified = plan.prune([draft_tree if s in chosen else free for s in sequences])
         drafting = forwards * forward_seconds if chosen else 0.0
@@ -155,10 +154,9 @@ def test_what_was_given_up_is_tried_again():
 def test_a_sure_lookup_needs_no_draft():
     planner = Planner(CHEAP)
     rounds(planner, 50, right=1, forwards=1, forward_seconds=0.3)
-    plan, s = planner.start(), sequence()
-    assert plan.node_limit([s]).select_sequences([s], [ROOT]) == [s]
-    assert plan.node_limit([s]).select_sequences([s], [tree(0.3, 0.9)]) == [s]
-    assert plan.node_limit([s]).select_sequences([s], [tree(0.95, 0.95)]) == []
+    s = sequence()
+    for lookup, chosen in ((ROOT, [s]), (tree(0.3, 0.9), [s]), (tree(0.95, 0.95), [])):
+        assert begun(planner, [s]).limit.select_sequences([s], [lookup]) == chosen
 
 
 def test_only_what_the_lookup_had_not_is_the_drafts():
@@ -170,9 +168,10 @@ def test_only_what_the_lookup_had_not_is_the_drafts():
 
 def test_in_a_batch_a_text_whose_draft_is_bad_is_left_out():
     good, bad = sequence(0), sequence(1)
-    plan, asked = Planner(CHEAP).start(), {0: 0, 1: 0}
+    planner, asked = Planner(CHEAP), {0: 0, 1: 0}
     for _ in range(100):
-        chosen = plan.node_limit([good, bad]).select_sequences([good, bad], [ROOT, ROOT])
+        plan = begun(planner, [good, bad])
+        chosen = plan.limit.select_sequences([good, bad], [ROOT, ROOT])
         verified = plan.prune([tree(0.8, 0.8) if s in chosen else ROOT for s in (good, bad)])
         events = [event(s, t, 2 * (s is good)) for s, t in zip((good, bad), verified, strict=True)]
         plan.observe(events, 2 * bool(chosen), 0.4 * bool(chosen), 1.0)
@@ -184,13 +183,12 @@ def test_in_a_batch_a_text_whose_draft_is_bad_is_left_out():
 def test_texts_come_and_go():
     """A batch is what its rounds say: nothing is kept of a text that is gone, and greedy and sampled ones may mix."""
     planner = Planner(CHEAP)
-    plan = planner.start()
     gc.collect()
     before = sum(isinstance(item, DraftGain) for item in gc.get_objects())
     for present in ([0], [0, 1], [1, 2, 3], [3]):
         sequences = [sequence(i, greedy=i % 2 == 0) for i in present]
-        limit = plan.node_limit(sequences)
-        chosen = limit.select_sequences(sequences, [ROOT] * len(sequences))
+        plan = begun(planner, sequences)
+        chosen = plan.limit.select_sequences(sequences, [ROOT] * len(sequences))
         verified = plan.prune([tree(0.8) if s in chosen else ROOT for s in sequences])
         plan.observe([event(s, t, 1) for s, t in zip(sequences, verified, strict=True)], 1, 0.1, 1.0)
         assert sum(isinstance(item, DraftGain) for item in gc.get_objects()) - before == len(present)
@@ -238,10 +236,8 @@ class OnItself(SuffixDrafter):
 def test_own_drafts_are_tried_where_texts_are_so_long_that_they_pay(length, asked):
     """A step takes 1 + length / 10,000; a draft forward reads 1,000 rows."""
     planner = Planner(CostTable((0, 100_000), (1, 64), ((1.0, 1.5), (11.0, 16.5))))
-    drafter = OnItself()
-    s, plan = sequence(), planner.start(drafter)
-    limit = plan.node_limit([s], [length])
-    assert limit.select_sequences([s], [ROOT]) == ([s] if asked else [])
+    drafter, s = OnItself(), sequence()
+    assert RoundPlan(planner, drafter, [s], [length]).limit.select_sequences([s], [ROOT]) == ([s] if asked else [])
 
 
 @given(st.floats(0.05, 0.98), st.floats(0.01, 2.0))

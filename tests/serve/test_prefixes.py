@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from longdraft import LoadedModel
 from longdraft.errors import CheckpointError
 from longdraft.memory import snapshot
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.serve.disk_prompt_cache import DiskPromptCache
 from longdraft.serve.service import make_service
 from longdraft.serve.settings import ServerSettings
@@ -45,7 +45,8 @@ class DiskCache(DiskPromptCache):
         layers: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(folder, target, max_bytes, 4)
-        self.open(lambda slots, rows: KVStore(SHAPE, slots, rows, feature_layers=layers, feature_size=3), slots, rows)
+        config = StoreConfig(feature_layers=layers, feature_size=3)
+        self.open(lambda slots, rows: KVStore(SHAPE, slots, rows, config=config), slots, rows)
 
     def read(self, prompt: list[int], slot: int = 0, chunk_size: int = 1) -> int:
         """Prefills a prompt as an engine does. Returns how many of its tokens were cached."""

@@ -39,7 +39,7 @@ def rewrite_event(s: Sequence, start: int) -> RoundResult:
 
 def run_to_end(engine: Engine, sequences: list[Sequence]) -> list[Step]:
     """Runs to the end. Each sequence then has its counts: ``rounds``, ``drafted``, ``accepted``, ``partial_rounds``."""
-    engine.slots = len(sequences)
+    engine.cache_manager.slots = len(sequences)
     for s in sequences:
         engine.add(s)
     steps = list(engine.run())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longdraft import Speculator
 from longdraft.drafters.shared.retrieval import RetrievalOptions, make_retrieval
 from longdraft.errors import CheckpointError
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.scorers import SCORERS
 from tests.support.drafts import random_eagle3, small_lm
@@ -24,7 +24,7 @@ SMALL = {"chunk": 4, "chunks": 3, "refresh": 3, "sink": 4, "recent": 8}
 
 
 def filled(length: int, slots: int = 1, shape: KVShape = SHAPE, transposed: bool = False) -> KVStore:
-    store = KVStore(shape, slots, 200, transposed_keys=transposed)
+    store = KVStore(shape, slots, 200, config=StoreConfig(transposed))
     store.keys.copy_(torch.randn(store.keys.shape))
     store.values.copy_(torch.randn(store.values.shape))
     store.lengths = [length] * slots

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.memory.offload import OffloadedKVStore
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.views.scorers import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.summaries import view_kernels
@@ -53,10 +53,10 @@ moves = st.lists(
 def test_copies_are_right_after_any_operations(scorer, chunk, room, transposed, d, steps):
     """Head size 16 runs on our kernels if there are any, smaller ones on torch."""
     view, shape = View(scorer, 9, 4, 3, chunk, room), replace(SHAPE, head_dim=d)
-    full = KVStore(shape, 2, 400, transposed_keys=transposed)
+    full = KVStore(shape, 2, 400, config=StoreConfig(transposed))
     cache = SparseKVCache(
         full,
-        lambda slots, rows: KVStore(shape, slots, rows, transposed_keys=transposed),
+        lambda slots, rows: KVStore(shape, slots, rows, config=StoreConfig(transposed)),
         view,
         5,
     )

@@ -37,7 +37,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.recipes import Recipe, recipe_for, resolve
 from longdraft.registry import get_method
 from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
-from longdraft.trees.tree import TokenTree, chain_tree
+from longdraft.trees.tree import TokenTree, root_tree
 from longdraft.trees.tree_config import TreeConfig
 
 # The code ends the sentence: before the code's tokens, retrieval has chosen the drafter's view a few times.
@@ -182,8 +182,10 @@ class _ForcedSampler(Sampler):
 class _RootVerifier(Verifier):
     """Verifies only the root of each tree. So each round emits one token, and the drafter predicts every token."""
 
-    def verify(self, sequences: list[sequence.Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        return super().verify(sequences, [chain_tree(tree.tokens[0]) for tree in trees])
+    def verify(
+        self, sequences: list[sequence.Sequence], trees: list[TokenTree], query_layers: tuple[int, ...] = ()
+    ) -> list[VerifyOutput]:
+        return super().verify(sequences, [root_tree(tree.tokens[0]) for tree in trees], query_layers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.sequence import Sequence
-from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
+from longdraft.trees.tree import NodeLimit, TokenTree, root_tree
 
 
 class NoDrafter(Drafter):
@@ -16,4 +16,4 @@ class NoDrafter(Drafter):
         return True
 
     def propose(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[TokenTree]:
-        return [chain_tree(s.output[-1]) for s in sequences]
+        return [root_tree(s.output[-1]) for s in sequences]

@@ -13,7 +13,7 @@ from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree, merge_trees
+from longdraft.trees.tree import NodeLimit, TokenTree, merge_trees, root_tree
 
 
 class CombinedDrafter(Drafter):
@@ -61,7 +61,7 @@ class CombinedDrafter(Drafter):
         draft_trees = {s.index: tree for s, tree in zip(selected, drafted, strict=True)}
         trees = []
         for s, lookup_tree in zip(sequences, lookup_trees, strict=True):
-            draft_tree = draft_trees.get(s.index, chain_tree(lookup_tree.tokens[0]))  # the root if not selected
+            draft_tree = draft_trees.get(s.index, root_tree(lookup_tree.tokens[0]))  # the root if not selected
             lookup_tree = self.adapt_lookup(s, lookup_tree, draft_tree)
             self._proposed_trees[s.index] = (lookup_tree, draft_tree)
             merged = merge_trees(lookup_tree, draft_tree)
@@ -75,7 +75,7 @@ class CombinedDrafter(Drafter):
     def observe(self, round_result: RoundResult) -> None:
         """Passes the result on to both drafters. Each drafter gets the tree that it proposed."""
         s = round_result.sequence
-        two_roots = (chain_tree(round_result.tree.tokens[0]),) * 2  # both drafters' trees if nothing was verified
+        two_roots = (root_tree(round_result.tree.tokens[0]),) * 2  # both drafters' trees if nothing was verified
         trees = self._proposed_trees.pop(s.index, two_roots)
         if not round_result.tree.num_draft_tokens:  # the planner pruned all nodes
             trees = two_roots

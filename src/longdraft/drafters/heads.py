@@ -36,7 +36,7 @@ from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import Options, option, parse
 from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
 from longdraft.trees.options import TreeOptions
-from longdraft.trees.tree import NodeLimit, TokenTree, chain_tree
+from longdraft.trees.tree import NodeLimit, TokenTree, root_tree
 
 # Scale of the final norm of untrained heads. Such a head repeats the target's prediction; small logits make it unsure.
 INITIAL_NORM_SCALE = 0.3
@@ -215,7 +215,7 @@ class HeadsDrafter(TreeDrafter):
         entries = [s.length - 2 for s in sequences]  # the root, whose KV is not computed yet, is token length - 1
         if self.self_drafter is not None:
             self.self_drafter.update_views(sequences)
-            roots = [chain_tree(s.output[-1]) for s in sequences]
+            roots = [root_tree(s.output[-1]) for s in sequences]
             logits = torch.stack([tree_logits[0] for tree_logits in self.self_drafter.verify(sequences, roots)])
             store = self.self_drafter.cache.store
             entries = [store.lengths[s.slot] for s in sequences]  # the first entry after each view

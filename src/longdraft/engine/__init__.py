@@ -1,5 +1,5 @@
-"""The decoding loop: requests and sequences, results, acceptance, the sampler, verifiers, and the interfaces of
-drafters and planners.
+"""The decoding loop: requests and sequences, scheduling, planning, acceptance, the sampler, verifiers, results, and the
+interface of drafters.
 
-May import: trees, views, model, memory, attention.
+May import: planning, trees, views, model, memory, attention.
 """

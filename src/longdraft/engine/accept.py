@@ -2,8 +2,13 @@
 
 At each node, beginning at the root, the target's token is the argmax of the processed logits (greedy), or a sample of
 p(. | path). The token is emitted. If a child of the node has that token, the child is accepted and the walk continues
-there; otherwise the walk ends. Each emitted token is thus a sample of p(. | its path), so the output has the target's
-distribution for any tree. The tree only decides how many tokens one forward yields.
+there; otherwise the walk ends.
+
+This is not rejection sampling (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318): a draft
+token is not accepted with probability min(1, p / q), the draft's distribution q is not used, and there is no residual
+distribution max(0, p - q) to sample from after a rejection. It is exact for a simpler reason: every emitted token is a
+sample of p(. | its path), drawn before the tree is looked at. So the output has the target's distribution for any tree,
+and the tree only decides how many tokens one forward yields.
 """
 
 from __future__ import annotations
@@ -35,13 +40,16 @@ class AcceptedPath:
 
 
 def sample_target_tokens(
-    trees: Sequence[tuple[TokenTree, torch.Tensor, Sampler]], model: torch.nn.Module | None = None
+    trees: Sequence[tuple[TokenTree, torch.Tensor, Sampler]],
+    model: torch.nn.Module | None = None,
+    maxima: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> list[list[int] | None]:
     """Computes the target's token at every node of several trees, with one copy from the device to the host.
 
     Args:
         trees: a triple (tree, logits, sampler) for each sequence, as in :func:`accept_path`.
         model: the target. The error message names it.
+        maxima: for each tree, the largest logit of each node and its token, if they are known for the whole batch.
 
     Returns:
         For each tree, the target's token at each node; None for a tree if :meth:`Sampler.sample_nodes` returns None,
@@ -50,19 +58,17 @@ def sample_target_tokens(
     Raises:
         NumericalError: a node's logits are NaN.
     """
-    tokens: list[torch.Tensor | None] = []
-    nan_flags: list[torch.Tensor] = []
-    for tree, padded_logits, sampler in trees:
-        logits = padded_logits[: tree.size]
-        # The maximum is NaN if any logit is NaN. A row in which all logits are -inf (all tokens masked) is allowed.
-        row_max, argmax = logits.max(-1)
-        nan_flags.append(row_max.isnan().any())
-        tokens.append(argmax if sampler.is_argmax else sampler.sample_nodes(logits, tree.depths))
-    host_values = torch.cat([torch.stack(nan_flags).long(), *(t for t in tokens if t is not None)]).tolist()
-    if any(host_values[: len(trees)]):
+    maxima = maxima or [logits[: tree.size].max(-1) for tree, logits, _ in trees]
+    tokens = [
+        argmax[: tree.size] if sampler.is_argmax else sampler.sample_nodes(logits[: tree.size], tree.depths)
+        for (tree, logits, sampler), (_, argmax) in zip(trees, maxima, strict=True)
+    ]
+    # The maximum is NaN if any logit is NaN. A row in which all logits are -inf (all tokens masked) is allowed.
+    has_nan = torch.cat([row_max[: tree.size] for (tree, *_), (row_max, _) in zip(trees, maxima, strict=True)]).isnan()
+    host_values = iter(torch.cat([has_nan.any()[None].long(), *(t for t in tokens if t is not None)]).tolist())
+    if next(host_values):
         raise nan_logits_error(model)
-    all_tokens = iter(host_values[len(trees) :])
-    return [None if t is None else list(islice(all_tokens, len(t))) for t in tokens]
+    return [None if t is None else list(islice(host_values, len(t))) for t in tokens]
 
 
 def accept_path(

@@ -44,7 +44,7 @@ def fit_to_grammar(tree: TokenTree, sequence: Sequence, max_nodes: int) -> Token
     Returns the best ``max_nodes`` drafted nodes of the new tree; ``tree`` itself if the sequence has no grammar.
     """
     grammar = next((p for p in sequence.sampler.processors if isinstance(p, Grammar)), None)
-    if grammar is None or max_nodes < 1 or sequence.finish_reason is not None:
+    if grammar is None or max_nodes < 1:
         return tree
     grammar.advance_to(sequence.output)
     fitted = _GrammarTree(tree, grammar, max_nodes)

@@ -8,16 +8,16 @@ from typing import Literal
 import torch
 
 from longdraft.engine.accept import accept_path, sample_target_tokens
+from longdraft.engine.cache_manager import CacheManager
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.stats import Step
-from longdraft.memory.prompt_cache import PromptCache
 from longdraft.memory.store import KVStore
 from longdraft.model.called_functions import user_code_in
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import root_tree
 
 # Most prompt tokens of one forward, and between two rounds: enough to keep the matrix units busy, few enough to bound
 # memory and the waiting time of other sequences. Larger on a GPU, where each chunk reads all keys of the prefix again.
@@ -32,23 +32,16 @@ def default_chunk_size(runner: TargetRunner) -> int:
 
 
 class Prefiller:
-    """Computes the KV of prompts in the slots of ``store``, which belongs to ``cache``.
+    """Computes the KV of prompts in the slots of ``store``, the store of the cache manager's cache.
 
-    ``chunk_size`` is the most prompt tokens in a forward, and between two rounds. With ``reuses_outputs``, cached
-    prefixes that do not end at a chunk boundary, such as earlier outputs, are reused too.
+    ``chunk_size`` is the most prompt tokens in a forward, and between two rounds.
     """
 
     def __init__(
-        self,
-        runner: TargetRunner,
-        drafter: Drafter,
-        cache: PromptCache,
-        store: KVStore,
-        chunk_size: int,
-        reuses_outputs: bool,
+        self, cache_manager: CacheManager, runner: TargetRunner, drafter: Drafter, store: KVStore, chunk_size: int
     ) -> None:
-        self._runner, self._drafter = runner, drafter
-        self._cache, self._store, self._reuses_outputs = cache, store, reuses_outputs
+        self._runner, self._drafter, self._store = runner, drafter, store
+        self._cache, self._keeps_outputs = cache_manager.cache, cache_manager.keeps_outputs
         self._needs = drafter.needs(runner)
         # A user's hooks get the whole prompt in one forward, as in the model's own generate.
         self._in_one_chunk = bool(user_code_in(runner.model))
@@ -56,22 +49,18 @@ class Prefiller:
         # For prompts in prefill: sequence index -> layer -> queries (heads, tokens, head size) of each chunk.
         self._queries: dict[int, dict[int, list[torch.Tensor]]] = {}
 
-    def discard(self, s: Sequence) -> bool:
-        """Ends a sequence's prefill early. Returns True if the prefill had begun and was not complete."""
-        return self._queries.pop(s.index, None) is not None
-
-    def in_prefill(self, s: Sequence) -> bool:
-        """Returns True until the whole prompt of a sequence has been read."""
-        return not s.output or s.index in self._queries
+    def release(self, s: Sequence) -> None:
+        """Drops the queries of a prompt that was not read to the end."""
+        self._queries.pop(s.index, None)
 
     def prefill(self, sequences: list[Sequence]) -> list[Step]:
         """Reads chunks of prompts, about :attr:`chunk_size` tokens in total, and returns a step for each chunk."""
         steps: list[Step] = []
         num_read = 0
         for s in sequences:
-            while self.in_prefill(s) and num_read < self.chunk_size:
+            while s.in_prefill and num_read < self.chunk_size:
                 start_time = time.perf_counter()
-                if s.index not in self._queries:
+                if not s.is_started:
                     s.stats.cached_tokens = self._begin(s)
                 start_len = self._store.lengths[s.slot]
                 new_token_ids = self._prefill_chunk(s, start_len)
@@ -84,10 +73,11 @@ class Prefiller:
 
     def _begin(self, s: Sequence) -> int:
         """Begins a prefill: fills the slot with the cached prefix of the prompt, and returns the prefix's length."""
-        alignment = 1 if self._reuses_outputs else self.chunk_size
+        alignment = 1 if self._keeps_outputs else self.chunk_size  # outputs end anywhere, prompts at chunks
         if s.sampler.prompt_logits_reader is not None or not s.reuse or self._in_one_chunk:
             alignment = len(s.prompt)  # reuses nothing: the last token never counts, and shorter prefixes do not align
         self._queries[s.index] = {layer: [] for layer in self._needs.query_layers}
+        s.is_started = True
         return self._cache.reuse_prefix(s.slot, s.prompt, alignment, self._runner.rope_regime(len(s.prompt)))
 
     def _prefill_chunk(self, s: Sequence, start: int) -> tuple[int, ...]:
@@ -112,7 +102,7 @@ class Prefiller:
         if end < prompt_len:
             return ()
         assert out.logits is not None
-        root = TokenTree((s.prompt[-1],), (-1,))
+        root = root_tree(s.prompt[-1])
         (target_tokens,) = sample_target_tokens([(root, out.logits[0], s.sampler)], self._runner.model)
         new_token_ids = accept_path(root, out.logits[0], s.sampler, s.input_ids, s.emit, target_tokens).token_ids
         chunk_queries = self._queries.pop(s.index)

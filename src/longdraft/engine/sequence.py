@@ -51,6 +51,7 @@ class Sequence:
         tenant: the user who sent the request.
         predicted: tokens that the output may contain; lookups search them.
         reuse: whether cached KV of a prefix may be reused.
+        is_started: True once the prefill has begun, so that the slot has KV of this sequence.
         output: token ids emitted so far.
         finish_reason: why the sequence has finished; None while it is decoded.
         stats: counts of tokens and rounds.
@@ -67,6 +68,7 @@ class Sequence:
     tenant: str | None = None
     predicted: SequenceOf[int] = ()
     reuse: bool = True
+    is_started: bool = field(init=False, default=False)
     output: list[int] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stats: SequenceStats = field(init=False, default_factory=SequenceStats)
@@ -100,8 +102,13 @@ class Sequence:
         return self.max_new_tokens - len(self.output)
 
     @property
+    def in_prefill(self) -> bool:
+        """True until the whole prompt has been read, which emits the first token."""
+        return not self.output
+
+    @property
     def max_draft_depth(self) -> int:
-        """Maximum depth of a useful draft tree: an accepted path of depth k emits k + 1 tokens."""
+        """Maximum depth of a tree. An accepted path of depth k emits k + 1 tokens, so deeper nodes need no draft."""
         return self.remaining - 1
 
     def input_ids(self) -> torch.Tensor:

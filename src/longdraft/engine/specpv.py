@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from longdraft.attention.transfer import to_device
 from longdraft.engine.accept import AcceptedPath
 from longdraft.engine.round_result import RoundMode, RoundResult
 from longdraft.engine.sequence import Sequence
-from longdraft.engine.verifier import Verifier, VerifyOutput, verify_trees
+from longdraft.engine.verifier import Verifier, VerifyOutput, split_output, verify_trees
 from longdraft.errors import UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.outputs import Taps
@@ -94,8 +95,8 @@ class SpecPV(Verifier):
         # A refresh also appends the buffered tokens, and pads them to the longest sequence of the batch.
         return self.view.max_new + max_nodes + 1
 
-    def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
-        super().bind(runner, store, max_nodes, query_layers)
+    def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int) -> None:
+        super().bind(runner, store, max_nodes)
         if runner.has_recurrent_layers:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} has recurrent layers, which SpecPV cannot verify in part: a state has "
@@ -108,14 +109,11 @@ class SpecPV(Verifier):
                 "verify in part. Use the drafter as a method (longspec, eagle3, small-lm, prompt-lookup)."
             )
 
-        def new_store(slots: int, capacity: int) -> KVStore:
-            return runner.new_store(
-                slots, capacity, store.feature_layers, resident=True, dtype=self._dtype, with_states=False
-            )
-
+        new_store = partial(
+            runner.new_store, feature_layers=store.feature_layers, resident=True, dtype=self._dtype, with_states=False
+        )
         # Two trees of scratch entries: one for an accepted path that overfills the buffer, one for the next tree.
         self.partial_cache = SparseKVCache(store, new_store, self.view, 2 * (max_nodes + 1))
-        self._all_layer_taps = Taps(queries=tuple(range(store.shape.layers)))
         # Slot -> layer -> (Hq, tokens, d): the queries of a refresh, between forward and commit.
         self._queries: dict[int, dict[int, torch.Tensor]] = {}
 
@@ -131,44 +129,49 @@ class SpecPV(Verifier):
         slot = sequence.slot
         return self.partial_cache.store.lengths[slot] if self.partial_cache.in_use(slot) else super().kv_len(sequence)
 
-    def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        modes = [self.select_mode(s) for s in sequences]
+    def verify(
+        self, sequences: list[Sequence], trees: list[TokenTree], query_layers: tuple[int, ...] = ()
+    ) -> list[VerifyOutput]:
+        is_partial = [self.select_mode(s) == "partial" for s in sequences]
         outputs: dict[int, VerifyOutput] = {}
-        for is_partial, verify in ((False, self._verify_full), (True, self._verify_partial)):
-            group = [i for i, mode in enumerate(modes) if (mode == "partial") == is_partial]
+        for partial_group, verify in ((False, self._verify_full), (True, self._verify_partial)):
+            group = [i for i in range(len(sequences)) if is_partial[i] == partial_group]
             if group:
-                results = verify([sequences[i] for i in group], [trees[i] for i in group], [modes[i] for i in group])
-                outputs |= zip(group, results, strict=True)
+                verified = verify([sequences[i] for i in group], [trees[i] for i in group], query_layers)
+                outputs |= zip(group, verified, strict=True)
         return [outputs[i] for i in range(len(sequences))]
 
     def _verify_full(
-        self, sequences: list[Sequence], trees: list[TokenTree], modes: list[RoundMode]
+        self, sequences: list[Sequence], trees: list[TokenTree], query_layers: tuple[int, ...]
     ) -> list[VerifyOutput]:
-        taps = self._all_layer_taps if "refresh" in modes else Taps(queries=self.query_layers)
+        modes = [self.select_mode(s) for s in sequences]
+        taps = Taps(queries=tuple(range(self.store.shape.layers)) if "refresh" in modes else query_layers)
         # Tokens that partial rounds emitted before the root. The full store has no committed KV of these tokens yet.
         buffered_tokens = [s.tokens[self.store.lengths[s.slot] : -1] for s in sequences]
         prefixed_trees = [tree.with_prefix(tokens) for tree, tokens in zip(trees, buffered_tokens, strict=True)]
         # Buffered tokens are already emitted, so the forward computes no logits for the first num_skipped tokens.
         num_skipped, padded_size = min(map(len, buffered_tokens)), max(tree.size for tree in prefixed_trees)
         out = self.forward(prefixed_trees, sequences, taps, padded_size - num_skipped)
-        outputs = self.split_output(sequences, trees, out)
+        outputs = split_output(sequences, trees, out, query_layers)
         for b, (output, tokens, mode) in enumerate(zip(outputs, buffered_tokens, modes, strict=True)):
             if mode == "refresh":
                 num_tokens = prefixed_trees[b].size
                 self._queries[output.sequence.slot] = {layer: q[b, :, :num_tokens] for layer, q in out.queries.items()}
             # Drop the buffered tokens, so that logits and queries begin at the root of the tree.
-            output.mode, output.logits = mode, output.logits[len(tokens) + len(output.logits) - padded_size :]
+            root = len(tokens) + len(output.logits) - padded_size
+            row_max, argmax = output.maxima
+            output.mode, output.logits, output.maxima = mode, output.logits[root:], (row_max[root:], argmax[root:])
             output.queries = {layer: q[:, len(tokens) :] for layer, q in output.queries.items()}
         return outputs
 
     def _verify_partial(
-        self, sequences: list[Sequence], trees: list[TokenTree], modes: list[RoundMode]
+        self, sequences: list[Sequence], trees: list[TokenTree], query_layers: tuple[int, ...]
     ) -> list[VerifyOutput]:
         slots = [s.slot for s in sequences]
         root_positions = [self.store.lengths[slot] + self.partial_cache.num_buffered(slot) for slot in slots]
-        taps = Taps(queries=self.query_layers)
+        taps = Taps(queries=query_layers)
         out = verify_trees(self.runner, self.partial_cache.store, slots, trees, root_positions, taps)
-        return self.split_output(sequences, trees, out, "partial")
+        return split_output(sequences, trees, out, query_layers, "partial")
 
     def commit(self, output: VerifyOutput, accepted: AcceptedPath) -> RoundResult:
         slot = output.sequence.slot

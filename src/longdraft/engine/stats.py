@@ -124,6 +124,17 @@ class Result:
         return metrics.average([(self.new_tokens - 1, self.rounds)]) or 0.0
 
 
+def count_round(round_result: RoundResult) -> None:
+    """Adds a round to the statistics of its sequence."""
+    stats = round_result.sequence.stats
+    stats.rounds += 1
+    stats.drafted += round_result.tree.num_draft_tokens
+    stats.accepted += round_result.num_accepted
+    if round_result.mode == "partial":
+        stats.partial_rounds += 1
+        stats.partial_tokens += len(round_result.new_token_ids)
+
+
 def make_step(round_result: RoundResult, seconds: float) -> Step:
     """Converts a round's result to a step with the wall time ``seconds``."""
     sequence = round_result.sequence

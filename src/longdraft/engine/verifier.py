@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,15 +25,17 @@ class VerifyOutput:
         sequence: the sequence to which the tree belongs.
         tree: the drafted tree. Its root is the sequence's last token.
         logits: (at least tree.size, vocabulary) the target's raw logits of the nodes, then of padding.
+        maxima: (at least tree.size,) the largest logit of each node, and its token.
+        queries: layer -> (query heads, at least tree.size, head size), after RoPE, for the drafter's query layers.
         mode: the kind of forward, see :data:`~longdraft.engine.round_result.RoundMode`.
-        queries: layer -> (query heads, at least tree.size, head size), after RoPE, for :attr:`Verifier.query_layers`.
     """
 
     sequence: Sequence
     tree: TokenTree
     logits: torch.Tensor
+    maxima: tuple[torch.Tensor, torch.Tensor]
+    queries: dict[int, torch.Tensor]
     mode: RoundMode = "full"
-    queries: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def round_result(self, accepted: AcceptedPath, kv_rewritten_from: int | None = None) -> RoundResult:
         """Returns the result of the round, with the queries of the deepest accepted node."""
@@ -45,12 +47,11 @@ class VerifyOutput:
 
 
 class Verifier:
-    """Verifies trees on the full KV cache, which is exact for any draft. :meth:`bind` sets runner, store, query_layers.
+    """Verifies trees on the full KV cache, which is exact for any draft. :meth:`bind` sets ``runner`` and ``store``.
 
     Attributes:
         exact: whether the output is that of plain decoding.
         views: the views of partial KV caches that verifications attend to; empty if every verification is full.
-        query_layers: target layers whose queries each :class:`VerifyOutput` contains.
     """
 
     exact = True
@@ -60,32 +61,25 @@ class Verifier:
         """Returns the number of KV entries that a slot needs in addition to prompt, output and tree."""
         return 0
 
-    def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int, query_layers: tuple[int, ...] = ()) -> None:
+    def bind(self, runner: TargetRunner, store: KVStore, max_nodes: int) -> None:
         """Called before the first verification, and again when the KV store was replaced. A tree has at most
         ``max_nodes`` drafted nodes.
 
         Raises:
             MemoryBudgetError: a KV cache of the verifier does not fit the free memory.
         """
-        self.runner, self.store, self.query_layers = runner, store, query_layers
+        self.runner, self.store = runner, store
 
     def kv_len(self, sequence: Sequence) -> int:
         """Returns the number of a sequence's KV entries that a round usually reads."""
         return sequence.length
 
-    def verify(self, sequences: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
-        """Computes the target's logits at the nodes of each sequence's tree, without committing KV."""
-        return self.split_output(sequences, trees, self.forward(trees, sequences, Taps(queries=self.query_layers)))
-
-    def split_output(
-        self, sequences: list[Sequence], trees: list[TokenTree], out: TargetOutput, mode: RoundMode = "full"
+    def verify(
+        self, sequences: list[Sequence], trees: list[TokenTree], query_layers: tuple[int, ...] = ()
     ) -> list[VerifyOutput]:
-        """Splits the output of a forward on all trees into a :class:`VerifyOutput` for each tree."""
-        assert out.logits is not None
-        return [
-            VerifyOutput(s, tree, out.logits[b], mode, {layer: out.queries[layer][b] for layer in self.query_layers})
-            for b, (s, tree) in enumerate(zip(sequences, trees, strict=True))
-        ]
+        """Computes the target's logits at the nodes of each sequence's tree, and the queries of some layers, without
+        committing KV."""
+        return split_output(sequences, trees, self.forward(trees, sequences, Taps(queries=query_layers)), query_layers)
 
     def forward(
         self, trees: list[TokenTree], sequences: list[Sequence], taps: Taps = NO_TAPS, num_logits: int | None = None
@@ -102,6 +96,23 @@ class Verifier:
 
     def release(self, sequence: Sequence) -> None:
         """Drops the approximate KV of a sequence that has finished, so the slot keeps only exact KV."""
+
+
+def split_output(
+    sequences: list[Sequence],
+    trees: list[TokenTree],
+    out: TargetOutput,
+    query_layers: tuple[int, ...],
+    mode: RoundMode = "full",
+) -> list[VerifyOutput]:
+    """Splits the output of a forward on all trees into a :class:`VerifyOutput` for each tree."""
+    assert out.logits is not None
+    row_max, argmax = out.logits.max(-1)  # of all trees in one kernel
+    outputs = []
+    for b, (s, tree) in enumerate(zip(sequences, trees, strict=True)):
+        queries = {layer: out.queries[layer][b] for layer in query_layers}
+        outputs.append(VerifyOutput(s, tree, out.logits[b], (row_max[b], argmax[b]), queries, mode))
+    return outputs
 
 
 def verify_trees(

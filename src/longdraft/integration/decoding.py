@@ -22,8 +22,8 @@ from transformers.generation.stopping_criteria import (
 )
 
 from longdraft.engine import logits_processors
-from longdraft.engine.drafter import Planner
 from longdraft.engine.loop import Engine
+from longdraft.engine.planner import Planner
 from longdraft.engine.sampler import SampleNoise, Sampler
 from longdraft.engine.sequence import FinishReason, Sequence
 from longdraft.errors import CapabilityError

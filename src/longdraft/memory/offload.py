@@ -21,7 +21,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.errors import CapabilityError, RequestError
 from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import BufferArena
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 
 # None: no offload. "host": as many layers stay on the GPU as fit. "host:N": N layers stay on the GPU.
 Offload = str | None
@@ -83,12 +83,13 @@ class OffloadedKVStore(KVStore):
 
     ``keys`` and ``values`` are the streamed layers on the host. :meth:`slot_kv` and :meth:`write_entries` work for any
     layer, and wait for pending copies. :meth:`layer` returns tensors on the device, which are read-only and valid until
-    the next call of :meth:`layer`. In memory the heads of a token are adjacent, so a range of entries is one copy; the
-    option ``transposed_keys`` is not supported. Features stay on the device. ``streamed_layers``: the streamed layers.
+    the next call of :meth:`layer`. In memory the heads of a token are adjacent, so a range of entries is one copy.
+    Features stay on the device. ``streamed_layers``: the streamed layers.
 
     Args:
         device: the device that computes attention. Other arguments are as in :class:`KVStore`, which documents the
             methods that have no docstring here.
+        config: as in :class:`KVStore`; its dtype and its layout of keys have no effect.
         copy_stream: runs the copies; None: a new stream of the device.
         num_resident: number of resident layers; the last layer is one of them unless this is 0; None: as many as fit.
 
@@ -104,13 +105,12 @@ class OffloadedKVStore(KVStore):
         slots: int,
         capacity: int,
         device: torch.device | str,
-        feature_layers: tuple[int, ...] = (),
-        feature_size: int = 0,
+        config: StoreConfig | None = None,
         copy_stream: CopyStream | None = None,
         num_resident: int | None = 0,
     ) -> None:
         self._num_resident = num_resident
-        super().__init__(shape, slots, capacity, device, False, feature_layers, feature_size)
+        super().__init__(shape, slots, capacity, device, config)
         self._copy_stream = copy_stream or CopyStream(self.device)
         layer_size = self._host[0].shape[1:]
         self._stages = []
@@ -121,7 +121,7 @@ class OffloadedKVStore(KVStore):
         # The layer that the current forward wrote last: its stage has all entries, so layer() copies nothing.
         self._written_layer: int | None = None
 
-    def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         layers, pinned = self.shape.layers, self.device.type == "cuda"
         layer_bytes = self.bytes_for(self.shape, self.slots, self.capacity) // layers
         self.streamed_layers = self._choose_streamed(layer_bytes, feature_bytes)
@@ -294,17 +294,12 @@ def new_store(
     slots: int,
     capacity: int,
     device: torch.device,
-    transposed_keys: bool = False,
-    feature_layers: tuple[int, ...] = (),
-    feature_size: int = 0,
-    buffer_arena: BufferArena | None = None,
-    dtype: torch.dtype | None = None,
+    config: StoreConfig,
+    buffer_arena: BufferArena | None,
 ) -> KVStore:
-    """Makes a KV store. With ``offload``, ``transposed_keys``, ``buffer_arena`` and ``dtype`` are ignored."""
+    """Makes a KV store. With ``offload``, ``buffer_arena`` is ignored."""
     if offload is None:
-        return KVStore(
-            shape, slots, capacity, device, transposed_keys, feature_layers, feature_size, buffer_arena, dtype
-        )
+        return KVStore(shape, slots, capacity, device, config, buffer_arena)
     number = offload.partition(":")[2]  # N of "host:N", empty for "host"
     num_resident = int(number) if number else None
-    return OffloadedKVStore(shape, slots, capacity, device, feature_layers, feature_size, num_resident=num_resident)
+    return OffloadedKVStore(shape, slots, capacity, device, config, num_resident=num_resident)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from longdraft.memory import memory_info
-from longdraft.memory.store import KVEntries
+from longdraft.memory.kv_entries import KVEntries
 from longdraft.memory.token_ids import common_prefix_len, to_array
 
 # Number of tokens of a full block.

@@ -90,44 +90,58 @@ class PromptCache:
         is_incompatible = old is not None and (
             (bool(feature_layers) and old.feature_layers != feature_layers) or compat_key not in (None, old.compat_key)
         )
-        # Replace a store that is too small or incompatible. The KV of a compatible store is copied, as far as it fits.
         if old is None or old.slots < slots or old.capacity < capacity or is_incompatible:
+            compatible = None if is_incompatible else old
             capacity = max(capacity, len(header.tokens) if header else 0)
-            old_capacity = old.capacity if old and not is_incompatible else 0
-            minimum, preferred = (slots, capacity), (max(slots, old.slots if old else 0), max(capacity, old_capacity))
-            try:
-                store = new_store(*preferred)
-            except MemoryBudgetError:
-                if preferred == minimum:
-                    raise
-                store = new_store(*minimum)  # loses the last slots, and the ends of long sequences
-            if old is not None and (is_incompatible or old.feature_layers != store.feature_layers):
-                self._tree.reclaim()
-            if is_incompatible:
-                self.tokens, self.rope_regimes = [], []
-            elif old is not None:
-                for slot, length in enumerate(old.lengths[: store.slots]):
-                    copied_len = old.restorable_length(slot, min(length, store.capacity))
-                    store.copy_entries(slot, slot, 0, copied_len, old)
-                    self.tokens[slot] = self.tokens[slot][:copied_len]
-            # Adapt the lists to the new number of slots.
-            del self.tokens[store.slots :], self.rope_regimes[store.slots :]
-            self.tokens += [to_array(()) for _ in range(store.slots - len(self.tokens))]
-            self.rope_regimes += [""] * (store.slots - len(self.rope_regimes))
-            self.store = store
+            preferred = max(slots, old.slots if old else 0), max(capacity, compatible.capacity if compatible else 0)
+            self._replace_store(new_store, (slots, capacity), preferred, compatible)
         assert self.store is not None
-        if self._snapshot_path is not None:  # the first run of a restored cache
-            try:
-                fingerprint = target_fingerprint or self._snapshot_fingerprint
-                self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, self._snapshot_path))
-                self.rope_regimes[0] = header.rope_regime if header else ""
-            except (snapshot.DamagedSnapshotError, MemoryBudgetError) as error:
-                logger.warning("%s The prompt is prefilled again.", error)
-                self.snapshot_damaged = isinstance(error, snapshot.DamagedSnapshotError)
-                self.store.truncate(0, 0)
-            self._snapshot_path = None
+        if self._snapshot_path is not None:
+            self._load_snapshot(self._snapshot_path, target_fingerprint, header.rope_regime if header else "")
         self.open_count += 1
         return self.store
+
+    def _replace_store(
+        self,
+        new_store: Callable[[int, int], KVStore],
+        minimum: tuple[int, int],
+        preferred: tuple[int, int],
+        old: KVStore | None,
+    ) -> None:
+        """Makes a store of (slots, capacity), and copies the KV of the compatible store ``old``, as far as it fits."""
+        try:
+            store = new_store(*preferred)
+        except MemoryBudgetError:
+            if preferred == minimum:
+                raise
+            store = new_store(*minimum)  # loses the last slots, and the ends of long sequences
+        if old is None:
+            self.tokens, self.rope_regimes = [], []
+        if old is None or old.feature_layers != store.feature_layers:
+            self._tree.reclaim()
+        if old is not None:
+            for slot, length in enumerate(old.lengths[: store.slots]):
+                copied_len = old.restorable_length(slot, min(length, store.capacity))
+                store.copy_entries(slot, slot, 0, copied_len, old)
+                self.tokens[slot] = self.tokens[slot][:copied_len]
+        # Adapt the lists to the new number of slots.
+        del self.tokens[store.slots :], self.rope_regimes[store.slots :]
+        self.tokens += [to_array(()) for _ in range(store.slots - len(self.tokens))]
+        self.rope_regimes += [""] * (store.slots - len(self.rope_regimes))
+        self.store = store
+
+    def _load_snapshot(self, path: Path, target_fingerprint: str | None, rope_regime: str) -> None:
+        """Reads the snapshot of a restored cache into slot 0. A damaged snapshot is not used."""
+        assert self.store is not None
+        try:
+            fingerprint = target_fingerprint or self._snapshot_fingerprint
+            self.tokens[0] = to_array(snapshot.load(self.store, 0, fingerprint, path))
+            self.rope_regimes[0] = rope_regime
+        except (snapshot.DamagedSnapshotError, MemoryBudgetError) as error:
+            logger.warning("%s The prompt is prefilled again.", error)
+            self.snapshot_damaged = isinstance(error, snapshot.DamagedSnapshotError)
+            self.store.truncate(0, 0)
+        self._snapshot_path = None
 
     def clear(self) -> None:
         """Drops the KV of all sequences."""

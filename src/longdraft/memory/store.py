@@ -11,18 +11,18 @@ Shapes: B sequences in a batch, T new tokens of each sequence.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import ClassVar, cast
 
 import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
-from longdraft.attention.transfer import to_device
 from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import ArenaBuffers, BufferArena
+from longdraft.memory.kv_entries import KVEntries
+from longdraft.memory.path_move import move_path
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
 from longdraft.native.int8_kv import Int8KV
@@ -57,22 +57,27 @@ class KVShape:
 
 
 @dataclass(frozen=True)
-class KVEntries:
-    """Keys, values and features of n tokens outside of a store.
+class StoreConfig:
+    """What a KV store keeps besides the model's keys and values, and in which layout and dtype.
 
     Attributes:
-        keys: (layers, kv_heads, n, head_dim), after RoPE.
-        values: of the same shape as ``keys``.
-        features: (n, feature layers x feature_size); None without features.
+        transposed_keys: True stores the keys of a head as a (head_dim, capacity) matrix; only the strides differ. A CPU
+            multiplies this matrix with a few queries much faster (docs/benchmarks.md).
+        feature_layers: decoder layers whose output hidden states are stored, ascending.
+        feature_size: size of a hidden state.
+        dtype: dtype to which keys and values are rounded; None: the dtype of the store's shape. torch.int8 makes them
+            :class:`~longdraft.native.int8_kv.Int8KV`. Read entries with ``.to(shape.dtype)``.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    features: torch.Tensor | None = None
+    transposed_keys: bool = False
+    feature_layers: tuple[int, ...] = ()
+    feature_size: int = 0
+    dtype: torch.dtype | None = None
 
     @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.keys, self.values, self.features) if x is not None)
+    def feature_width(self) -> int:
+        """Number of feature numbers of a token."""
+        return len(self.feature_layers) * self.feature_size
 
 
 class KVStore:
@@ -83,15 +88,11 @@ class KVStore:
         slots: number of slots: the maximum number of sequences.
         capacity: number of entries of a slot: the longest context and the most scratch entries of a round.
         device: the device of keys, values and features.
-        transposed_keys: True stores the keys of a head as a (head_dim, capacity) matrix; only the strides differ. A CPU
-            multiplies this matrix with a few queries much faster (docs/benchmarks.md).
-        feature_layers: decoder layers whose output hidden states are stored, ascending.
-        feature_size: size of a hidden state.
+        config: layout, dtype and features; None: the defaults of :class:`StoreConfig`.
         buffer_arena: lends buffers, which may have more slots and entries; None: the store allocates its buffers.
-        dtype: dtype to which keys and values are rounded; None: the dtype of ``shape``. torch.int8 makes them
-            :class:`~longdraft.native.int8_kv.Int8KV`. Read entries with ``.to(shape.dtype)``.
 
     Attributes:
+        dtype: dtype of the stored keys and values.
         arena_buffers: the buffers from ``buffer_arena``; None without an arena.
         keys: (layers, slots, kv_heads, capacity, head_dim).
         values: of the same shape as ``keys``.
@@ -115,51 +116,46 @@ class KVStore:
         slots: int,
         capacity: int,
         device: torch.device | str = "cpu",
-        transposed_keys: bool = False,
-        feature_layers: tuple[int, ...] = (),
-        feature_size: int = 0,
+        config: StoreConfig | None = None,
         buffer_arena: BufferArena | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        self.shape, self.dtype = shape, dtype or shape.dtype
+        self._config = config = config or StoreConfig()
+        self.shape, self.dtype = shape, config.dtype or shape.dtype
         self.compat_key: object = None
-        self.slots = slots
-        self.capacity = capacity
-        self.device = torch.device(device)
-        self.feature_layers = feature_layers
-        feature_width = len(feature_layers) * feature_size
-        allocate = partial(self._make_tensors, transposed_keys=transposed_keys, feature_width=feature_width)
+        self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
+        self.feature_layers = config.feature_layers
         self.arena_buffers: ArenaBuffers | None = None
         if buffer_arena is None:
-            tensors = allocate(slots, capacity)
+            tensors = self._make_tensors(slots, capacity)
         else:
-            key = "store", shape, self.dtype, self.device, transposed_keys, feature_layers, feature_width
-            self.arena_buffers = buffers = buffer_arena.acquire(self, key, slots, capacity, allocate)
+            key = "store", shape, self.device, replace(config, dtype=self.dtype)
+            self.arena_buffers = buffers = buffer_arena.acquire(self, key, slots, capacity, self._make_tensors)
             self.slots, self.capacity, tensors = buffers.slots, buffers.capacity, buffers.tensors
         self.keys, self.values = tensors[:2]
-        self.features: torch.Tensor | None = tensors[2] if feature_layers else None
+        self.features: torch.Tensor | None = tensors[2] if config.feature_layers else None
         self.lengths = [0] * self.slots
         self.num_unverified = [0] * self.slots
         self.states: tuple[LayerStates, ...] = ()
         self._own_states: tuple[LayerStates, ...] = ()  # the states that are committed and truncated with this store
 
-    def _make_tensors(
-        self, slots: int, capacity: int, transposed_keys: bool, feature_width: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Allocates (keys, values), or (keys, values, features) if a token has features, ``feature_width`` numbers."""
+    def _make_tensors(self, slots: int, capacity: int) -> tuple[torch.Tensor, ...]:
+        """Allocates (keys, values), or (keys, values, features) if a token has features."""
         self.slots, self.capacity = slots, capacity  # an arena rounds the capacity up
-        feature_shape = slots, capacity, feature_width
-        kv = self._allocate(transposed_keys, prod(feature_shape) * self.shape.dtype.itemsize)
-        return (*kv, torch.empty(feature_shape, dtype=self.shape.dtype, device=self.device)) if feature_width else kv
+        feature_shape = slots, capacity, self._config.feature_width
+        kv = self._allocate(prod(feature_shape) * self.shape.dtype.itemsize)
+        if not self._config.feature_width:
+            return kv
+        return (*kv, torch.empty(feature_shape, dtype=self.shape.dtype, device=self.device))
 
-    def _allocate(self, transposed_keys: bool, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocate(self, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates keys and values, after a check that keys, values and features fit the free memory."""
         size, is_int8 = self._kv_size, self.dtype == torch.int8
         needed = self.bytes_for(replace(self.shape, dtype=self.dtype), self.slots, self.capacity) + feature_bytes
         needed += 2 * prod(size[:-1]) * torch.float32.itemsize if is_int8 else 0  # a scale for each key and each value
         memory_info.require_bytes(needed, self.device, self._description)
         values = torch.empty(size, dtype=self.dtype, device=self.device)
-        keys = empty_transposed(size, self.dtype, self.device) if transposed_keys else torch.empty_like(values)
+        is_transposed = self._config.transposed_keys
+        keys = empty_transposed(size, self.dtype, self.device) if is_transposed else torch.empty_like(values)
         if is_int8:  # Int8KV behaves like a tensor wherever entries are read and written
             int8_kv = (Int8KV(x, torch.empty(size[:-1], device=x.device, dtype=torch.float32)) for x in (keys, values))
             keys, values = (cast(torch.Tensor, x) for x in int8_kv)
@@ -359,16 +355,14 @@ class KVStore:
             raise ValueError(f"a path is strictly increasing and not negative, got {list(path)}")
         if path and n + path[-1] >= self.capacity:
             raise ValueError(f"path index {path[-1]} lies beyond the capacity {self.capacity}")
-        # Entries at the path's beginning that are already in place (all entries of a chain) are not moved.
-        num_in_place = next((i for i, index in enumerate(path) if index != i), len(path))
-        if num_in_place < len(path):
-            source = to_device([n + index for index in path[num_in_place:]], self.device)
-            target = slice(n + num_in_place, n + len(path))
+
+        def tensors_from(first: int) -> Iterator[torch.Tensor]:
             for layers in self.layer_groups:
-                for kv in self.slot_kv(slot, layers, n + num_in_place):
-                    kv[:, :, target] = kv.index_select(2, source.to(kv.device))
+                yield from self.slot_kv(slot, layers, first)
             if self.features is not None:
-                self.features[slot, target] = self.features[slot].index_select(0, source)
+                yield self.features[slot]
+
+        move_path(n, path, self.device, tensors_from)
         for states in self._own_states:
             states.commit(slot, n, path)
         self.lengths[slot] = n + len(path)

@@ -14,6 +14,7 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.transfer import to_device
+from longdraft.memory.path_move import move_path
 from longdraft.native.boundary import CPU_INT64
 
 # Buffers begin at multiples of this position. Our kernels sum over segments of this many keys, and the last bits of a
@@ -152,13 +153,8 @@ class WindowKVCache:
                 buffer[slot, : kv.shape[1], new, : kv.shape[3]] = kv[b]
 
     def commit(self, slot: int, base_len: int, path: Sequence[int]) -> None:
-        first = base_len - self.start_positions[slot]
-        num_in_place = next((i for i, index in enumerate(path) if index != i), len(path))
-        if num_in_place < len(path):
-            source = to_device([first + index for index in path[num_in_place:]], self.device)
-            for tensor in (self.keys, self.values):
-                entries = tensor[:, slot]
-                entries[:, :, first + num_in_place : first + len(path)] = entries.index_select(2, source)
+        tensors = self.keys[:, slot], self.values[:, slot]
+        move_path(base_len - self.start_positions[slot], path, self.device, lambda first: tensors)
         self._end_positions[slot] = base_len + len(path)
 
     def restorable_length(self, slot: int, length: int) -> int:

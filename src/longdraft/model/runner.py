@@ -19,7 +19,7 @@ from longdraft.memory import memory_info
 from longdraft.memory import offload as offloading
 from longdraft.memory.buffer_arena import BufferArena
 from longdraft.memory.offload import Offload
-from longdraft.memory.store import KVStore
+from longdraft.memory.store import KVStore, StoreConfig
 from longdraft.model import fingerprint, hosting, support
 from longdraft.model.execution_model import ExecutionModel, host_model
 from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
@@ -273,8 +273,8 @@ class TargetRunner:
         is_rounded = dtype != self.kv_shape.dtype
         offload = None if resident or is_rounded else self.offload
         keys_transposed = transposed or (is_rounded and self.can_round_kv)
-        contents = keys_transposed, feature_layers, hidden_size, arena, dtype
-        store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, *contents)
+        config = StoreConfig(keys_transposed, feature_layers, hidden_size, dtype)
+        store = offloading.new_store(offload, self.kv_shape, slots, capacity, self.device, config, arena)
         store.compat_key = self.store_compat_key
         if with_states and (self.execution_model.layout.windows or self.has_recurrent_layers):
             window_dtype = dtype if dtype.is_floating_point else self.kv_shape.dtype

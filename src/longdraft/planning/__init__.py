@@ -1,4 +1,4 @@
-"""Planning of rounds: decides how much to draft and to verify, by measured costs and learned acceptance probabilities.
+"""What the engine's planner plans by: costs measured on this machine, and acceptance learned while decoding.
 
-May import: engine, trees, model.
+May import: trees, model.
 """

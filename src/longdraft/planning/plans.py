@@ -1,4 +1,4 @@
-"""Decides whether rounds are planned, and makes a target's planner."""
+"""The option ``plan``: decides whether rounds are planned."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from longdraft.model.load.checkpoints import Progress
-    from longdraft.model.runner import TargetRunner
     from longdraft.planning.costs import CostTable
-    from longdraft.planning.planner import Planner
 
 PLANS = ("auto", "fixed")
 # One of PLANS ("fixed": no planning), or costs to plan by, {number of tokens: seconds of a forward}; None: the default.
@@ -24,7 +21,7 @@ _TREE_OPTIONS = ("widths", "nodes", "tree", "depth", "top_k", "threshold")
 def check_plan(plan: PlanChoice) -> PlanChoice:
     """Returns ``plan``; raises ValueError if ``plan`` is not valid."""
     if isinstance(plan, Mapping):
-        _constant_table(plan)
+        constant_table(plan)
     elif plan is not None and plan not in PLANS:
         raise ValueError(f"plan must be {' or '.join(PLANS)}, got {plan!r}")
     return plan
@@ -45,18 +42,7 @@ def is_planned(plan: PlanChoice, options: Mapping[str, Any], exact: bool = True)
     return (plan or check_plan(os.environ.get(PLAN_VARIABLE) or None) or PLANS[0]) != "fixed"
 
 
-def make_planner(plan: PlanChoice, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
-    """Makes a planner with given or measured costs; returns None if there is not enough memory to measure them."""
-    from longdraft.planning.costs import load_or_measure
-    from longdraft.planning.planner import Planner
-
-    if isinstance(plan, Mapping):
-        return Planner(_constant_table(plan), use_clock=False)
-    table = load_or_measure(runner, progress=progress)
-    return None if table is None else Planner(table)
-
-
-def _constant_table(seconds: Mapping[int, float]) -> CostTable:
+def constant_table(seconds: Mapping[int, float]) -> CostTable:
     """Makes a table of costs that do not depend on the KV length."""
     from longdraft.planning.costs import CostTable
 

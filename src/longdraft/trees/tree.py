@@ -151,9 +151,13 @@ class TokenTree:
         )
 
 
-def chain_tree(root: int, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()) -> TokenTree:
-    """Makes the tree of one continuation; of the root alone without ``tokens``.
-    ``logprobs``: log-probability of each token, given the tokens before it."""
+def root_tree(root: int) -> TokenTree:
+    """Makes the tree of a root alone: nothing is drafted."""
+    return TokenTree((root,), (-1,))
+
+
+def chain_tree(root: int, tokens: Sequence[int], logprobs: Sequence[float] = ()) -> TokenTree:
+    """Makes the tree of one continuation. ``logprobs``: log-probability of each token, given the tokens before it."""
     return TokenTree((root, *tokens), tuple(range(-1, len(tokens))), (0.0, *logprobs) if logprobs else ())
 
 
@@ -162,7 +166,7 @@ def tree_from_paths(
 ) -> TokenTree:
     """Makes the prefix tree of several continuations, so that a shared prefix is verified once.
     ``logprobs``: for each path, the log-probabilities of its tokens, given the tokens before."""
-    return merge_trees(chain_tree(root), *(chain_tree(root, *path) for path in zip(paths, logprobs, strict=False)))
+    return merge_trees(root_tree(root), *(chain_tree(root, *path) for path in zip(paths, logprobs, strict=False)))
 
 
 def merge_trees(first: TokenTree, *others: TokenTree) -> TokenTree:

@@ -14,7 +14,7 @@ from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.trees.tree import chain_tree
+from longdraft.trees.tree import root_tree
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Proposer(ABC):
         """Tells the drafter the request's new tokens, as a round whose tree is the token before them alone."""
         sequence, new_token_ids = request.sequence, request.new_token_ids
         num_new, mode = len(new_token_ids), "prefill" if request.is_new else "full"
-        root = chain_tree(sequence.tokens[-num_new - 1])
+        root = root_tree(sequence.tokens[-num_new - 1])
         self.drafter.observe(
             RoundResult(
                 sequence, root, num_new - 1, new_token_ids=new_token_ids, mode=mode,  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from longdraft.drafts.draft import Draft
 from longdraft.drafts.language_model import SmallLMDraft
 from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, RequestError
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape, KVStore, StoreConfig
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.rope import RotaryEmbedding
 from longdraft.model.shared_parts import SharedParts
@@ -115,7 +115,7 @@ class TrainedProposer(Proposer):
         self.target = target = EngineTarget(model_config.hf_text_config, model, head_dim, kv_heads, weights)
         self.layer = AttentionLayer(self.config, self.layer_index(target.num_layers))
         transposed = dispatch.prefers_transposed_keys(target.attention_path, target.kv_shape.dtype)
-        self._store = KVStore(target.kv_shape, self.slots, self.max_model_len, target.device, transposed)
+        self._store = KVStore(target.kv_shape, self.slots, self.max_model_len, target.device, StoreConfig(transposed))
         self.drafter.bind(target, self._store)  # type: ignore[arg-type]
 
     def prepare(self, requests: list[TrackedRequest]) -> None:

@@ -16,13 +16,18 @@ The output does not depend on the plan: verification is exact for any tree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from weakref import WeakKeyDictionary
 
 from longdraft.engine.drafter import Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
+from longdraft.model.load.checkpoints import Progress
+from longdraft.model.runner import TargetRunner
 from longdraft.planning.acceptance import AcceptanceModel, DraftGain, PriorDraftGain
-from longdraft.planning.costs import OUTLIER_FACTOR, CostModel, CostTable
+from longdraft.planning.costs import OUTLIER_FACTOR, CostModel, CostTable, load_or_measure
+from longdraft.planning.plans import PlanChoice, constant_table
 from longdraft.trees.tree import NodeLimit, TokenTree
 
 INITIAL_FORWARD_STEPS = 0.15  # assumed time of a draft forward before the first measurement, in plain steps
@@ -40,7 +45,7 @@ def discount_odds(p: float) -> float:
 
 
 class Planner:
-    """Costs and acceptance of a method on a target. Each run (:class:`Plan`) starts with what earlier runs learned.
+    """Costs and acceptance of a method on a target, as learned from all rounds so far. A :class:`RoundPlan` uses them.
 
     Args:
         table: seconds of target forwards.
@@ -50,6 +55,7 @@ class Planner:
         costs: predicts the seconds of target forwards.
         acceptance: {is greedy: acceptance model}. Sampled tokens are accepted less often than greedy ones.
         draft_gains: {is greedy: gain of drafting}, over all sequences.
+        sequence_gains: {sequence: gain of drafting for this sequence}.
         prior_gain: the assumed gain of drafting before the draft model's first use.
         forward_steps: time of a draft forward in plain steps.
         worthwhile_nodes: running average of the number of draft nodes that are worth verifying.
@@ -64,67 +70,73 @@ class Planner:
         self.draft_gains = {greedy: DraftGain(self.prior_gain) for greedy in (True, False)}
         self.forward_steps, self.worthwhile_nodes, self.tokens_per_step = INITIAL_FORWARD_STEPS, _INITIAL_NODES, 1.0
         self.draft_was_tried = False
-
-    def start(self, drafter: Drafter | None = None) -> Plan:
-        """Starts the plan of a run."""
-        return Plan(self, drafter)
+        self.sequence_gains: WeakKeyDictionary[Sequence, DraftGain] = WeakKeyDictionary()
 
 
-class Plan:
-    """The plan of one run: a :class:`longdraft.engine.drafter.Plan`. :meth:`node_limit` starts a round."""
+class RoundPlan:
+    """The plan of one round: bounds the drafts, prunes the trees, and then learns from the results.
 
-    def __init__(self, planner: Planner, drafter: Drafter | None = None) -> None:
-        self._planner, self._costs, self._drafter = planner, planner.costs, drafter
-        self._gains: dict[int, DraftGain] = {}  # {sequence index: gain of drafting for this sequence}
+    Args:
+        planner: what earlier rounds have taught.
+        drafter: drafts in this round.
+        sequences: the batch.
+        kv_lens: number of KV entries that are read to verify each sequence.
+    """
 
-    def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int] | None = None) -> NodeLimit:
-        planner = self._planner
-        self._sequences = list(sequences)
-        self._kv_lens = [len(s.prompt) + len(s.output) for s in sequences] if kv_lens is None else list(kv_lens)
+    def __init__(self, planner: Planner, drafter: Drafter, sequences: list[Sequence], kv_lens: SequenceOf[int]) -> None:
+        self._planner, self._sequences, self._kv_lens = planner, sequences, kv_lens
         self._seconds_by_tokens: dict[int, float] = {}
         self._plain_seconds = self._forward_seconds(1)
         if planner.use_clock and not planner.draft_was_tried:
-            self._estimate_draft()
-        self._gains = {s.index: self._gains.get(s.index) or DraftGain(planner.draft_gains[s.greedy]) for s in sequences}
-        # {sequence index: (the lookup's tree, pruned as if there were no draft model; the fraction of the draft model's
-        # tokens that are not in this tree)}, for the sequences that the draft model runs for.
-        self._lookup_baselines: dict[int, tuple[TokenTree, float]] = {}
+            self._estimate_draft(drafter)
+        for s in sequences:
+            planner.sequence_gains.setdefault(s, DraftGain(planner.draft_gains[s.greedy]))
+        # For each sequence that the draft model runs for: the lookup's tree, pruned as if there were no draft model,
+        # and the fraction of the draft model's tokens that are not in this tree.
+        self._lookup_baselines: dict[Sequence, tuple[TokenTree, float]] = {}
         self._draft_seconds = 0.0
+
+    @property
+    def limit(self) -> NodeLimit:
+        """The bounds of this round's trees."""
+        planner = self._planner
         # One more level costs a draft forward for each sequence, and one more token to verify.
-        level_steps = len(sequences) * planner.forward_steps + self._token_steps()
+        level_steps = len(self._sequences) * planner.forward_steps + self._token_steps()
         max_nodes = round(planner.worthwhile_nodes) + 2  # more than on average, so that the average can grow
         return NodeLimit(max_nodes, level_steps * planner.tokens_per_step, self._select_sequences)
 
     def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
         """Keeps the nodes worth verifying: equally many in each tree, because the largest tree sets the cost."""
-        self._trees = trees
-        if any(tree.num_draft_tokens for tree in trees):
-            num_nodes = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
-            self._planner.worthwhile_nodes += SMOOTHING * (num_nodes - self._planner.worthwhile_nodes)
-            self._trees = [tree.keep_best(num_nodes) for tree in trees]
-        return self._trees
+        if not any(tree.num_draft_tokens for tree in trees):
+            return trees
+        num_nodes = self._best_node_count(self._sequences, trees, self._draft_seconds)[0]
+        self._planner.worthwhile_nodes += SMOOTHING * (num_nodes - self._planner.worthwhile_nodes)
+        return [tree.keep_best(num_nodes) for tree in trees]
 
     def observe(
         self, results: SequenceOf[RoundResult], num_draft_forwards: int, draft_seconds: float, verify_seconds: float
     ) -> None:
-        planner = self._planner
+        """Learns from the results of all sequences, the number of draft forwards, the wall time of drafting, and the
+        wall time of the rest of the round."""
+        planner, query_len = self._planner, max(result.tree.size for result in results)
         if not planner.use_clock:
-            draft_seconds, verify_seconds = 0.0, self._forward_seconds(self._query_len())
+            draft_seconds, verify_seconds = 0.0, self._forward_seconds(query_len)
         # A SpecPV round that refreshes also verifies earlier tokens, so its time says nothing about this round's trees.
         if not any(result.mode == "refresh" for result in results):
-            self._costs.observe(self._query_len(), self._kv_lens, verify_seconds)
+            planner.costs.observe(query_len, self._kv_lens, verify_seconds)
         for result in results:
             acceptance, tree = planner.acceptance[result.sequence.greedy], result.tree
             for node in set(range(1, tree.size)) - tree.forced_nodes:
                 acceptance.observe(tree.path_logprobs[node], node in result.path)
         if self._lookup_baselines:
-            self._observe_draft(results, num_draft_forwards, draft_seconds)
+            extra_seconds = self._forward_seconds(query_len) - self._seconds_without_draft
+            self._observe_draft(results, num_draft_forwards, draft_seconds, extra_seconds)
         num_emitted = sum(result.num_accepted + 1 for result in results) / len(results)
         tokens_per_step = num_emitted * self._plain_seconds / max(draft_seconds + verify_seconds, self._plain_seconds)
         planner.tokens_per_step += SMOOTHING * (max(1.0, tokens_per_step) - planner.tokens_per_step)
         for acceptance in planner.acceptance.values():
             acceptance.decay()
-        for gain in (*planner.draft_gains.values(), *self._gains.values()):
+        for gain in (*planner.draft_gains.values(), *(planner.sequence_gains[s] for s in self._sequences)):
             gain.decay()
 
     # --- costs of this round ---
@@ -132,7 +144,7 @@ class Plan:
     def _forward_seconds(self, query_len: int) -> float:
         """Returns the seconds of this round's target forward, if it has ``query_len`` tokens of each sequence."""
         if query_len not in self._seconds_by_tokens:
-            self._seconds_by_tokens[query_len] = self._costs.forward_seconds(query_len, self._kv_lens)
+            self._seconds_by_tokens[query_len] = self._planner.costs.forward_seconds(query_len, self._kv_lens)
         return self._seconds_by_tokens[query_len]
 
     def _token_steps(self) -> float:
@@ -140,20 +152,16 @@ class Plan:
         wide_seconds = self._forward_seconds(1 + TYPICAL_NUM_TOKENS)
         return (wide_seconds / self._plain_seconds - 1.0) / TYPICAL_NUM_TOKENS
 
-    def _query_len(self) -> int:
-        """Returns the number of tokens of each sequence in this round's target forward."""
-        return max(tree.size for tree in self._trees)
-
     # --- whether to draft ---
 
-    def _estimate_draft(self) -> None:
+    def _estimate_draft(self, drafter: Drafter) -> None:
         """Estimates the gain of self-drafting before the first use: the draft model is the target on a part of the KV,
         so the cost table gives the time of a draft forward."""
-        planner, drafter = self._planner, self._drafter
-        cost = None if drafter is None else drafter.self_draft_cost
+        planner, cost = self._planner, drafter.self_draft_cost
         if cost is not None:
             kv_read = [max(1, round(cost.kv_tokens_read(kv_len))) for kv_len in self._kv_lens]
-            planner.forward_steps = cost.forward_ratio * self._costs.forward_seconds(1, kv_read) / self._plain_seconds
+            seconds = planner.costs.forward_seconds(1, kv_read)
+            planner.forward_steps = cost.forward_ratio * seconds / self._plain_seconds
             planner.prior_gain.extra_steps = planner.forward_steps
             if cost.prior_acceptance:
                 steps_per_token = len(kv_read) * planner.forward_steps + self._token_steps()
@@ -165,7 +173,7 @@ class Plan:
             return []
         num_nodes, num_tokens, seconds = self._best_node_count(sequences, lookup_trees, 0.0)
         trees = [tree.keep_best(num_nodes) for tree in lookup_trees]
-        gains = [self._gains[s.index] for s in sequences]
+        gains = [self._planner.sequence_gains[s] for s in sequences]
         inputs = zip(sequences, trees, gains, strict=True)
         new_fractions = [self._new_fraction(s, tree, gain.added_tokens) for s, tree, gain in inputs]
         new_tokens = [fraction * gain.added_tokens for fraction, gain in zip(new_fractions, gains, strict=True)]
@@ -177,7 +185,7 @@ class Plan:
         extra_steps = max(gains[i].extra_steps for i in selected)
         if sum(new_tokens[i] for i in selected) <= lookup_rate * extra_steps:
             return []
-        self._lookup_baselines = {sequences[i].index: (trees[i], new_fractions[i]) for i in selected}
+        self._lookup_baselines = {sequences[i]: (trees[i], new_fractions[i]) for i in selected}
         self._seconds_without_draft, self._draft_seconds = seconds, extra_steps * self._plain_seconds
         return [sequences[i] for i in selected]
 
@@ -189,11 +197,13 @@ class Plan:
         proposed = zip(self._path_probabilities(s, tree)[1:], tree.depths[1:], strict=True)
         return max(0.0, 1.0 - sum(p * a**depth for p, depth in proposed) / max(added_tokens, 1e-9))
 
-    def _observe_draft(self, results: SequenceOf[RoundResult], num_forwards: int, draft_seconds: float) -> None:
-        """Learns from a round with the draft model: the tokens that drafting added, and the time that drafting took."""
+    def _observe_draft(
+        self, results: SequenceOf[RoundResult], num_forwards: int, draft_seconds: float, extra_seconds: float
+    ) -> None:
+        """Learns from a round with the draft model: the tokens that drafting added, and the time that drafting took.
+        ``extra_seconds``: time of verifying more tokens than without the draft model."""
         planner = self._planner
         planner.draft_was_tried = True
-        extra_seconds = self._forward_seconds(self._query_len()) - self._seconds_without_draft
         if num_forwards:
             # The first forwards may also prepare weights, so the time of one round counts only up to a limit.
             measured_steps = draft_seconds / num_forwards / self._plain_seconds
@@ -204,10 +214,10 @@ class Plan:
         planner.prior_gain.extra_steps += SMOOTHING * (extra_steps - planner.prior_gain.extra_steps)
         for result in results:
             sequence = result.sequence
-            if sequence.index in self._lookup_baselines:
-                tree, new_fraction = self._lookup_baselines[sequence.index]
+            if sequence in self._lookup_baselines:
+                tree, new_fraction = self._lookup_baselines[sequence]
                 added_tokens = max(0, result.num_accepted - tree.match_length(result.new_token_ids))
-                for gain in (self._gains[sequence.index], planner.draft_gains[sequence.greedy]):
+                for gain in (planner.sequence_gains[sequence], planner.draft_gains[sequence.greedy]):
                     gain.observe(added_tokens, new_fraction, extra_steps)
 
     # --- how much to verify ---
@@ -241,3 +251,11 @@ class Plan:
             p = 1.0 if node in tree.forced_nodes else acceptance.probability(tree.path_logprobs[node])
             probabilities[node] = min(probabilities[tree.parents[node]], p)
         return probabilities
+
+
+def make_planner(plan: PlanChoice, runner: TargetRunner, progress: Progress | None = None) -> Planner | None:
+    """Makes a planner with given or measured costs; returns None if there is not enough memory to measure them."""
+    if isinstance(plan, Mapping):
+        return Planner(constant_table(plan), use_clock=False)
+    table = load_or_measure(runner, progress=progress)
+    return None if table is None else Planner(table)
