@@ -123,7 +123,7 @@ def test_a_row_of_a_tree_has_the_bits_of_plain_decoding(name, tmp_path):
     rows = check_tree_logits(runner)
     assert len(set(rows.argmax(-1).tolist())) > 2
     if not name.startswith("int8"):  # where a last bit of a float may move what is rounded to eight bits
-        torch.testing.assert_close(rows, own_logits(model), **CLOSE)
+        torch.testing.assert_close(rows, own_logits(model), rtol=1e-3, atol=1e-3 * max(1, float(rows.abs().max())))
 
 
 # Model, lengths of two texts, and the path of attention without kernels.
