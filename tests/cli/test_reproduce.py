@@ -111,7 +111,7 @@ def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("longspec", "9"), "Its tables: 1, 3"),
+        (("longspec", "9"), "Its tables: 1, 2, 3"),
         (("medusa", "1"), "Papers: longspec"),
         (("specpv", "1", "--scale", "paper"), "--data pg19=FILE"),
         (("specpv", "3"), "Nothing of Table 3 can run"),

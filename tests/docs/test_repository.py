@@ -32,7 +32,10 @@ def _largest(sizes: dict[Path, int]) -> list[tuple[Path, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])[:5]
 
 
-CORE, LINES = ("engine", "drafters", "trees", "views", "planning"), 9_560
+CORE, LINES = (
+    ("engine", "drafters", "trees", "views", "planning"),
+    9_690,
+)  # 420 of them came from model/: chat templates
 
 
 def test_the_algorithm_stays_readable():

@@ -112,7 +112,9 @@ TASKS = {
     "ruler": Task("{context}", ("input",), ("outputs",), metric=CONTAINS),
     "spec-bench": Task("{context}", map_columns=_spec_bench),
     "speed-bench": Task("{context}", map_columns=_speed_bench),
-    "mrcr": Task("", hub={"path": "openai/mrcr", "split": "train"}, make_samples=mrcr_samples),
+    "mrcr": Task(
+        "", hub={"path": "openai/mrcr", "split": "train"}, metric="similarity", make_samples=mrcr_samples
+    ),
     "trajectories": Task("", make_samples=turn_samples),
     "pg19": Task(
         "{context}\n\nWrite on where this book stops.", ("text",), hub={"path": "emozilla/pg19", "split": "test"}

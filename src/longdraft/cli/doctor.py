@@ -15,7 +15,6 @@ from longdraft.cli import console, options
 from longdraft.drafts import shipped
 from longdraft.errors import LongdraftError
 from longdraft.memory import memory_info
-from longdraft.model.model_parts import context_length
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -64,6 +63,7 @@ def _check_model(info: dict[str, Any], model: Any, runner: TargetRunner | None) 
     from longdraft.attention import dispatch
     from longdraft.model.gpu import cuda_graphs
     from longdraft.model.layout import config_kv_shape, describe_layers
+    from longdraft.model.model_parts import context_length
     from longdraft.model.quant.stored_model import num_parameters
 
     info["model"] |= {
