@@ -96,9 +96,6 @@ def test_logits_of_padding_are_not_read():
     assert accept_path(tree, padded, sampler(), lambda: torch.tensor(PREFIX)).nodes == (0,)
 
 
-# --- sampled ---
-
-
 # --- stopping, and who is called how often ---
 
 

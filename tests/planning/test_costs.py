@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longdraft.model.runner import TargetRunner
@@ -20,6 +20,7 @@ from tests.support.tiny import tiny_model
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
 
 
+@example([0.1] * 3 + [10.0] * 3, 1.0, 0.0)
 @given(st.lists(st.floats(0.1, 10), min_size=6, max_size=6), st.floats(1, 100), st.floats(0, 10_000))
 def test_it_is_linear_between_what_was_measured_and_beyond_and_nothing_is_free(seconds, rows, length):
     assert TABLE.seconds_at(1, 0) == 1.0 and TABLE.seconds_at(8, 1000) == 9.0
