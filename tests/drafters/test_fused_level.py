@@ -7,17 +7,13 @@ import torch
 from torch import nn
 
 from longdraft.attention.reference import partial_attention
-from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.fused_level import FusedLevel
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.runner import TargetRunner
-from longdraft.model.stored import quantize_for_draft
-from longdraft.native import QuantizedMatrix, build, kernels
+from longdraft.native import build
 from longdraft.views.draft_cache import SPARE_ENTRIES, DraftCache
 from tests.native.levels import kernels_of
-from tests.support.drafts import random_block, random_draft, random_eagle3, random_eagle3_block
+from tests.support.drafts import random_block, random_eagle3_block
 from tests.support.tiny import tiny_model
 
 HEADS, KV_HEADS, D, WINDOW = 4, 2, 16, 40
@@ -98,16 +94,3 @@ def test_a_level_is_what_the_module_says(kind, level):
     chosen = torch.stack([first[0][[0, 0, 3]], first[1][[4, 1, 1]]])
     second = torch.cat([chosen, torch.eye(3, dtype=torch.bool).expand(2, -1, -1)], dim=2)
     desk.compare(DraftBatch.from_level(desk.caches[0], (2, 0), 2, second), 10)
-
-
-@pytest.mark.skipif(kernels() is None, reason="no kernels here")
-def test_a_drafts_weights_are_rounded(tmp_path):
-    """And so is the head, which is the target's or a part of it."""
-    model = tiny_model(layers=6, vocab=11, hidden=64, heads=4)
-    one = LongSpecDraft.load(random_draft(tmp_path / "a", model, kept=[1, 2, 5]))
-    two = Eagle3Draft.load(random_eagle3(tmp_path / "b", model, head_dim=16))
-    runner = TargetRunner(model)
-    held = [draft.bind(runner).fused_level.block.projections for draft in (one, two)]
-    assert all(isinstance(w, QuantizedMatrix) and w.int8 for products in held for w, _ in products.values())
-    expected = quantize_for_draft(model.get_output_embeddings().weight[[1, 2, 5]])
-    assert torch.equal(held[0]["head"][0].data, expected.data)
