@@ -8,19 +8,11 @@ import pytest
 import torch
 
 from longdraft import PromptCache, Sampling, Speculator
-from longdraft.bench.ties import compare_outputs, first_difference, near_tie
+from longdraft.bench.ties import compare_outputs, near_tie
 from longdraft.model.runner import TargetRunner
 from tests.support.tiny import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "at"),
-    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1), ([], [1], 0), ([2], [1], 0)],
-)
-def test_first_difference(a, b, at):
-    assert first_difference(a, b) == first_difference(b, a) == at
 
 
 def test_the_gap_is_that_of_the_models_logits_there():
@@ -30,6 +22,9 @@ def test_the_gap_is_that_of_the_models_logits_there():
     logits = model(torch.tensor([[*PROMPT, 10, 11]])).logits[0, -1].detach()
     assert (found.position, found.token, found.reference) == (2, 12, 13)
     assert found.gap == pytest.approx(float((logits[12] - logits[13]).abs()), abs=1e-4)
+    assert not found.near_tie
+    found = compare_outputs(TargetRunner(model), PROMPT, [10], [10, 11])  # an end is no near tie
+    assert (found.position, found.token, found.reference, found.gap) == (1, None, 11, math.inf)
     assert not found.near_tie
 
 
@@ -67,12 +62,6 @@ def test_a_near_tie():
 )
 def test_how_near_is_a_matter_of_the_dtypes_spacing(dtype, logit, gap, near):
     assert near_tie(gap, logit, dtype) is near
-
-
-def test_an_end_is_no_near_tie():
-    found = compare_outputs(TargetRunner(tiny_model()), PROMPT, [10], [10, 11])
-    assert (found.position, found.token, found.reference, found.gap) == (1, None, 11, math.inf)
-    assert not found.near_tie
 
 
 def test_processors_are_applied_first():

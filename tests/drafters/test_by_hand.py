@@ -27,7 +27,7 @@ TREES = {
 }  # fmt: skip
 RETRIEVAL = {"retrieval": True, "chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
 TEXT = [i % 11 for i in range(0, 50, 2)]
-WINDOWED = [(kind, window) for kind in ("eagle3", "onepass") for window in (None, 8, 16)]
+WINDOWED = [(kind, window) for kind in ("eagle3", "onepass") for window in (None, 8)]
 
 
 def decoding(
@@ -53,14 +53,10 @@ def there(request, tmp_path) -> Decoding:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_many_rows_at_once(there):
+def test_many_rows_at_once_and_refreshed_ones_are_read_again(there):
+    """The last rows were inexact when the drafter read them, as after a partial verification."""
     there.check()
     there.go_on(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)
-    there.check()
-
-
-def test_refreshed_rows_are_read_again(there):
-    """The last rows were inexact when the drafter read them, as after a partial verification."""
     there.check()
     there.go_on(3, 1, 4, 1, 5)
     start = there.draft_from_inexact_rows(5)
@@ -76,7 +72,7 @@ def test_refreshed_rows_are_read_again(there):
     ("kind", "settings"),
     [
         ("eagle3", {}), ("eagle3", {"settings": {"rope_factor": 4.0, "rope_original_length": 16}}),
-        ("eagle3", {"window": 24}), ("eagle3", {"window": 40}),
+        ("eagle3", {"window": 40}),
     ],
     ids=str,
 )  # fmt: skip
@@ -184,9 +180,7 @@ def test_trees_that_make_no_sense_are_refused(tmp_path, kind, options):
 @pytest.mark.parametrize(
     ("settings", "options", "new", "said"),
     [
-        ({"trained_length": 20, "rope_original_length": 20}, {}, 17, 0),
         ({"trained_length": 20, "rope_original_length": 20}, {"window": 12}, 18, 0),
-        ({"trained_length": 20, "rope_original_length": 20, "rope_factor": 2.0}, {}, 37, 0),
         ({"trained_length": 20, "rope_original_length": 20}, {}, 18, 1),
         ({"trained_length": 30, "rope_original_length": 30}, RETRIEVAL | {"depth": 2}, 40, 0),
         ({"trained_length": 30, "rope_original_length": 30}, RETRIEVAL | {"depth": 2, "chunks": 12}, 40, 1),

@@ -38,7 +38,7 @@ def test_drafts_on_the_hybrid_path_propose_what_they_do_one_by_one(kind, monkeyp
 
     def steps(method, **given):
         spec = Speculator(method, target=model, plan="fixed", **given)
-        found = spec.stream(prompts, max_new_tokens=24, eos_token_ids=[])
+        found = spec.stream(prompts, max_new_tokens=14, eos_token_ids=[])
         return [(step.token_ids, step.tree and step.tree.tokens) for step in found]
 
     alone = steps(kind, draft=draft)

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
 from longdraft.drafters.eagle3 import Eagle3Draft
-from longdraft.drafts import draft_folder
 from longdraft.errors import CheckpointError, ConfigError
 from longdraft.model.rope import make_rope_parameters
 from longdraft.training.config import EVAL_DEPTH, Eagle3Config
 from longdraft.training.eagle3 import Eagle3Trainer
 from longdraft.training.session import TrainingSession as Training
 from tests.support.drafts import published_eagle3
-from tests.training.helpers import begun, losses_of, steps
+from tests.training.helpers import steps
 
 KEPT = [i for i in range(61) if i % 3]
 # A later run, whose draft brings these.
@@ -34,24 +33,6 @@ def eagle3(config, tmp_path):
         return config("eagle3", **({"epochs": 0.8, "warmup": 0.1} | over))
 
     return make
-
-
-@pytest.mark.slow
-def test_adapting_to_long_text(eagle3, tmp_path):
-    steps(eagle3())
-    long = eagle3(
-        out=tmp_path / "long", init=str(tmp_path / "run" / "last"), max_length=256, rope_factor=4.0,
-        rope_factor_inference=8.0, ttt=4, lr=1e-4, fields_set=("window",), **BROUGHT,
-    )  # fmt: skip
-    assert next(begun(long)).loss / 4 < 1.2 * losses_of(tmp_path / "run")[0] / 3
-    steps(long)
-    given = draft_folder.load(tmp_path / "long" / "last").config
-    assert (given["rope_factor"], given["rope_factor_trained"], given["rope_original_length"]) == (8.0, 4.0, 64)
-    assert (given["window"], given["trained_length"], given["draft_vocab_size"]) == (None, 256, 40)
-    # Once more: the length that is stretched stays that of the first draft.
-    again = replace(long, init=str(tmp_path / "long" / "last"), out=str(tmp_path / "again"), epochs=0.2)
-    steps(again)
-    assert draft_folder.load(tmp_path / "again" / "last").config["rope_original_length"] == 64
 
 
 def test_drafts_that_cannot_be_trained_further(eagle3, tmp_path):
