@@ -156,22 +156,6 @@ def test_generate_starts_from_its_kept_prompt(loaded):
     assert (runs[1].rounds, runs[1].token_counts) == ((3,), [(3, 3)])
 
 
-def test_generate_can_have_a_model_of_its_own(loaded):
-    """A dequantized model for peers, needed if ours has quantised weights: loaded once, and only if there are peers."""
-    reads = []
-
-    def dequantized():
-        reads.append(1)
-        return LoadedModel(tiny_model(context=512, layers=2, seed=7).to(torch.bfloat16), loaded.tokenizer)
-
-    wanted = settings(methods=("hf", "hf-eager"))
-    bench, found = measuring.measured(loaded, wanted, SAMPLES[:1], load_dequantized=dequantized)
-    assert bench.notes == {"ar": "float32 weights", "hf": "bfloat16 weights", "hf-eager": "bfloat16 weights"}
-    assert found[0].rounds["hf"][0].tokens != found[0].rounds["ar"][0].tokens
-    Bench(loaded, settings(methods=("ar",)), load_dequantized=dequantized)
-    assert reads == [1]
-
-
 def eos_model():
     """A model that emits EOS after a few tokens (with this seed)."""
     tokenizer = tiny_tokenizer(chat=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from longdraft import PromptCache, Sampling, Speculator
+from longdraft import Sampling, Speculator
 from longdraft.bench.ties import compare_outputs, near_tie
 from longdraft.model.runner import TargetRunner
 from tests.support.tiny import tiny_model
@@ -79,13 +79,3 @@ def test_two_tokens_that_a_filter_ruled_out():
     worst = model(torch.tensor([PROMPT])).logits[0, -1].argsort()[:2].tolist()
     found = compare_outputs(TargetRunner(model), PROMPT, worst[:1], worst[1:], Sampling(temperature=1.0, top_k=2))
     assert found.gap == math.inf
-
-
-def test_a_cache_of_the_prompt_is_used_and_still_holds_it(forwards):
-    model, cache = tiny_model(), PromptCache()
-    spec = Speculator("ar", target=model)
-    tokens = spec.generate(PROMPT, max_new_tokens=4, cache=cache)[0].token_ids
-    forwards.clear()
-    compare_outputs(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
-    assert [f.rows for f in forwards] == [1]
-    assert list(cache.tokens[0][: len(PROMPT)]) == PROMPT

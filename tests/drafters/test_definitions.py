@@ -17,11 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longdraft import Speculator
+from longdraft.attention import hybrid
 from longdraft.drafters.onepass import NUM_CANDIDATES
+from longdraft.drafters.shared import block_drafter
 from longdraft.model.rope import RotaryEmbedding
-from longdraft.native import kernels
+from longdraft.native import kernels, library
+from longdraft.native.build import load_library, supported_levels
+from longdraft.views import draft_cache
 from tests.support import definitions as said
-from tests.support import published
+from tests.support import published, torch_kernels
 from tests.support.definitions import MASK, assert_matches_definition, drafted_rounds, weights_of
 from tests.support.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
 from tests.support.mtp_models import SPARSE, mtp_definition, save_with_mtp
@@ -297,6 +301,26 @@ def test_rounds_are_those_of_the_definition(tmp_path, name):
     spec = Speculator(folder, target=model, **row.options)
     rounds = compare(spec, row.says(model, spec, folder), ids=row.ids, near=row.near)
     assert row.depth is None or max(max(tree.depths) for _, tree in rounds) == row.depth
+
+
+@pytest.mark.parametrize("level", supported_levels()[1:])  # the first one computes the rows above
+@pytest.mark.parametrize("name", ["longspec norm", "eagle3 biases"])
+def test_rounds_on_other_instruction_sets(tmp_path, monkeypatch, name, level):
+    monkeypatch.setattr(library, "load_result", [(library.Kernels(load_library(level), level), None)])
+    test_rounds_are_those_of_the_definition(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["longspec", "eagle3 window", "onepass slots"])
+def test_rounds_on_a_gpus_attention(tmp_path, monkeypatch, name):
+    """All sequences of a batch in one call; stand-ins for its kernels. Windows move after a few tokens."""
+    for module in (draft_cache, block_drafter):
+        monkeypatch.setattr(module, "SPARE_ENTRIES", 5)
+    monkeypatch.setattr(hybrid, "why_unavailable", lambda *kind: None)
+    monkeypatch.setenv("LONGDRAFT_NATIVE", "0")
+    monkeypatch.setenv("LONGDRAFT_ATTENTION", "hybrid")
+    with torch_kernels.registered():
+        test_rounds_are_those_of_the_definition(tmp_path, name)
+        assert torch_kernels.counted["efficient"] > 0
 
 
 @pytest.mark.parametrize("name", ["dflash with retrieval", "peagle layers with retrieval"])
