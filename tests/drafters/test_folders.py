@@ -97,6 +97,11 @@ def without_config(folder: Path) -> str:
     return str(folder)
 
 
+def config_of_a_list(folder: Path) -> str:
+    (folder / "config.json").write_text("[]")
+    return "config.json"
+
+
 def rewritten(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], folder: Path) -> None:
     if file_of(folder).suffix == ".bin":
         torch.save(change(torch.load(file_of(folder))), file_of(folder))
@@ -125,7 +130,9 @@ def a_tensor_less(folder: Path) -> str:
 
 
 # Damaged bytes and configurations: tests/exact/outside/test_damaged_files.py.
-FAULTS = [without_weights, without_config, another_tensor, a_tensor_of_another_shape, a_tensor_less]
+FAULTS = [
+    without_weights, without_config, config_of_a_list, another_tensor, a_tensor_of_another_shape, a_tensor_less,
+]  # fmt: skip
 # What another target is, and the name of the setting that says so; drafts of others know only the first two.
 OTHERS = [
     ({"hidden": 96}, "hidden_size"), ({"vocab": 12}, "vocab"), ({"layers": 9}, "layers"), ({"kv_heads": 3}, "kv_heads"),
