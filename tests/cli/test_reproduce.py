@@ -106,7 +106,7 @@ def test_a_table_of_quality(reproduce, drafts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("longspec", "9"), "Its tables: 1, 3"),
+        (("longspec", "9"), "Its tables: 1, 2, 3, 4, fig5"),
         (("medusa", "1"), "Papers: longspec"),
         (("specpv", "1", "--scale", "paper"), "--data pg19=FILE"),
         (("specpv", "3"), "Nothing of Table 3 can run"),

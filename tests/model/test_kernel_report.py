@@ -11,7 +11,7 @@ from longdraft import native
 from longdraft.cli.kernel_report import kernel_report
 from longdraft.model.quant.stored_model import num_parameters, store_half_weights
 from longdraft.model.runner import TargetRunner
-from longdraft.native.build import LEVEL_NAMES
+from longdraft.native.build import LEVELS
 from tests.native.levels import needs_kernels
 from tests.support.tiny import tiny_model
 
@@ -39,7 +39,7 @@ def test_the_kernels_of_a_model(name):
     found = report(model(), **options)
     assert found.level == native.kernels().level and found.reason is found.cost is None
     assert (found.weights, found.kv, found.whole) == expected
-    assert LEVEL_NAMES[found.level] in found.line and line in found.line
+    assert LEVELS[found.level].title in found.line and line in found.line
 
 
 def test_a_model_that_they_do_not_serve_is_told_why_and_what_that_costs(monkeypatch):

@@ -32,7 +32,6 @@ def table(*per_row: float) -> CostTable:
 
 
 CHEAP = table(*(1.0 + 0.01 * i for i in range(64)))
-DEAR = table(*(1.0 + 1.0 * i for i in range(64)))
 ROOT = TokenTree((0,), (-1,))
 
 

@@ -84,10 +84,8 @@ def test_it_stays_a_tree_whatever_the_draft_says(kind, value):
 
 def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
     """One node of a level is better than the third best so far. At the third level it is the third best itself."""
-    calls, draft = [], certain(0.99)
-    watched = replace(
-        draft, logits_or_topk=lambda level, k: calls.append(level.tokens.shape[1]) or draft.logits_or_topk(level, k)
-    )
+    calls: list[int] = []
+    watched = watching(certain(0.99), lambda level: calls.append(level.tokens.shape[1]))
     opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], watched)
     assert calls == [1, 1, 1]
 
