@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longdraft import Sampling
+from longdraft import PromptCache, Sampling
 from longdraft.drafters import self_drafter
 from longdraft.drafters.self_drafter import SelfDrafter
 from longdraft.drafters.small_lm import SmallLMDrafter
@@ -45,7 +45,8 @@ def run(drafter, model, prompts, n, sampling):
     for i, s in enumerate(sequences):
         draws = SampleNoise(torch.Generator().manual_seed(i))
         s.sampler = Sampler(sampling.greedy, sampling.processors(), draws)
-    run_to_end(Engine(TargetRunner(model), drafter), sequences)
+    # A cache of outputs reads a prompt that all have once, so that all are in the first round.
+    run_to_end(Engine(TargetRunner(model), drafter, cache=PromptCache()), sequences)
     return sequences
 
 
