@@ -433,6 +433,16 @@ def test_the_exported_layout_key_by_key(tmp_path):
     assert tensors["t2d"].dtype == torch.bool and tensors["t2d"].nonzero().flatten().tolist() == KEPT
 
 
+def test_a_folder_that_does_not_say_what_its_residual_is_is_read_as_vllm_does(tmp_path):
+    model = target()
+    folders = {
+        "speculators": (published.eagle3(tmp_path / "a", model, config={"norm_before_residual": "drop"}), True),
+        "peagle": (THEIRS["peagle"](tmp_path / "b", model), False),
+        "authors": (published_eagle3(tmp_path / "c", model), False),
+    }
+    assert all(kind_of(folder).load(folder).shape.norm_before_residual is said for folder, said in folders.values())
+
+
 def test_what_published_drafts_leave_out_or_state_oddly(tmp_path):
     model, runner = target(), TargetRunner(target())
     folder = published_eagle3(tmp_path / "a", model)
