@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from longdraft import LoadedModel
 from tests.support.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch):
+    """Switches garbage collection before runs off: it takes longer than a tiny run."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 @pytest.fixture(scope="module")

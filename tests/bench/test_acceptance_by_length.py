@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from statistics import mean, stdev
 
 import pytest
 import torch
@@ -11,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import LoadedModel, Sampling, Speculator
-from longdraft.bench import length_reports as reports
 from longdraft.bench.acceptance import (
     AcceptanceBench,
-    AcceptanceRun,
-    RunKey,
     default_methods,
     lengths_by_rope_factor,
 )
@@ -127,42 +123,3 @@ def test_the_drafts_that_come_along(load, drafts, shipped_in):
     (drafts / "lm" / "config.json").write_text(json.dumps({"drafter": "small-lm", "target": config["target"]}))
     # Not triforce, whose forwards of the model on a part of its KV would not be counted.
     assert set(default_methods(target)) == {"longspec", "eagle3", "specextend-eagle3", "small-lm", "specextend"}
-
-
-def run_of(new_tokens, verifications, sample="a:0", **over):
-    own = {"method": "m", "options": "{}", "draft": "", "temperature": 0.0, "length": 64, "rope_factor": None,
-           "dataset": "a", "sample": sample, "prompt": sample}  # fmt: skip
-    accepted = ((new_tokens // verifications - 1, 9),) * verifications if verifications else ()
-    return AcceptanceRun(RunKey(**own | over), 60, new_tokens, verifications, accepted)
-
-
-@given(st.lists(st.integers(10, 40), min_size=2, max_size=9))
-def test_the_spread_of_prompts_that_weigh_alike_is_that_of_their_mean(tokens):
-    runs = [run_of(n, 10, f"a:{i}") for i, n in enumerate(tokens)]
-    (row,) = reports.acceptance_report(runs, ("m",), (), True).document["rows"]
-    each = [n / 10 for n in tokens]
-    assert row["mean_accepted_length"] == pytest.approx(mean(each))
-    assert row["standard_error"] == pytest.approx(stdev(each) / len(each) ** 0.5, abs=1e-9)
-    assert (row["lowest"], row["highest"]) == (min(each), max(each))
-
-
-def test_rows_and_tables():
-    runs = [
-        run_of(20, 10), run_of(10, 2, "b:0", dataset="b"), run_of(8, 4, length=128, rope_factor=2.0),
-        run_of(6, 6, "b:1", dataset="b", method="n", temperature=1.0), run_of(0, 0, "a:9"),
-    ]  # fmt: skip
-    shown = reports.acceptance_report(runs, ("m", "n"), ["said"], False)
-    found = shown.document
-    rows = {(r["method"], r["temperature"], r["dataset"], r["length"]): r for r in found["rows"]}
-    # Tokens over verifications of all prompts, not the mean of their ratios; an answer of one token has none.
-    whole = rows["m", 0.0, None, 64]
-    assert (whole["mean_accepted_length"], whole["prompts"], whole["new_tokens"]) == (30 / 12, 2, 30)
-    assert (whole["lowest"], whole["highest"], whole["depth_accepted"][0]) == (2.0, 5.0, 1.0)
-    assert rows["m", 0.0, "b", 64]["standard_error"] is None
-    assert rows["n", 1.0, "b", 64]["mean_accepted_length"] == 1.0
-    assert found["notes"] == ["said"] and not found["complete"]
-    titles = [title for title, _ in shown.tables]
-    assert titles[0] == "Mean accepted length: all data sets, greedy"
-    pytest.importorskip("matplotlib")
-    for t in (0.0, 1.0):
-        assert reports.acceptance_chart([row for row in found["rows"] if row["temperature"] == t]).startswith(b"<?xml")

@@ -8,7 +8,6 @@ import pytest
 
 from longdraft.bench import tasks
 from longdraft.bench.data import Sample, encode_truncated, insert_needles
-from longdraft.bench.tasks import read_samples
 from longdraft.errors import ContextError, PromptError
 from tests.support.tiny import tiny_tokenizer
 
@@ -23,23 +22,15 @@ def write(tmp_path):
     return written
 
 
-@pytest.mark.parametrize(
-    ("row", "document", "instruction", "dataset"),
-    [
-        ({"text": "read this"}, "read this", "", "rows"),
-        ({"input": "why?", "context": "long", "answers": [], "dataset": "qmsum"}, "long", "why?", "qmsum"),
-    ],
-)
-def test_rows_of_a_file(write, row, document, instruction, dataset):
-    path = write(row)
-    assert tasks.load_samples([str(path)]) == [Sample(document, instruction, dataset, f"{path}:1")]
-
-
-def test_blank_lines_are_passed_over_and_the_limit_is_each_files(write):
-    rows = [{"text": "a"}, "", {"text": "b"}, {"text": "c"}]
-    found = read_samples([write(*rows, name="x.jsonl"), write(*rows, name="y.jsonl")], limit=2)
-    assert [(s.document, s.dataset) for s in found] == [("a", "x"), ("b", "x"), ("a", "y"), ("b", "y")]
-    assert found[1].origin.endswith("x.jsonl:3")
+def test_rows_of_files(write):
+    """Blank lines are passed over, and the limit is each file's."""
+    rows = [{"text": "a"}, "", {"input": "why?", "context": "b", "answers": [], "dataset": "qmsum"}, {"text": "c"}]
+    paths = [write(*rows, name=f"{name}.jsonl") for name in "xy"]
+    found = tasks.load_samples([str(path) for path in paths], limit=2)
+    assert found == [
+        sample for path in paths
+        for sample in (Sample("a", "", path.stem, f"{path}:1"), Sample("b", "why?", "qmsum", f"{path}:3"))
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,30 +38,11 @@ def test_blank_lines_are_passed_over_and_the_limit_is_each_files(write):
 )
 def test_a_bad_line_is_named(write, line):
     path = write({"text": "fine"}, line)
-    with pytest.raises(PromptError) as caught:
-        read_samples([path])
-    assert f"{path}:2" in str(caught.value)
-
-
-def test_files_that_cannot_be_read(tmp_path, write):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfd")
-    for path in (tmp_path / "none.jsonl", tmp_path, write(), tmp_path / "binary"):
-        with pytest.raises(PromptError):
-            read_samples([path])
+    with pytest.raises(PromptError, match=rf"{path}:2"):
+        tasks.load_samples([str(path)])
 
 
 SAMPLE = Sample("one two three " * 30, "why?", "rows", "rows.jsonl:1", preface="hm.")
-
-
-def test_a_chat_prompt_has_document_then_instruction():
-    tokenizer = tiny_tokenizer(chat=True)
-    text = tokenizer.decode(encode_truncated(Sample("long", "why?", "rows", ""), tokenizer, None))
-    assert "<user>long\n\nwhy?" in text
-    assert "<assistant>" in text
-    assert (
-        tokenizer.decode(encode_truncated(Sample("long", "why?", "rows", ""), tokenizer, None, raw=True))
-        == "long\n\nwhy?"
-    )
 
 
 @pytest.mark.parametrize("tokens", [30, 333])
@@ -85,6 +57,7 @@ def test_the_document_is_cut_and_what_stands_around_it_kept(tokens, raw):
     assert encode_truncated(SAMPLE, tokenizer, 10_000, raw) == encode_truncated(
         SAMPLE, tokenizer, None, raw
     )  # what fits is left whole
+    assert ("<assistant>" in tokenizer.decode(ids)) != raw
     with pytest.raises(ContextError, match=r"rows\.jsonl:1"):
         encode_truncated(SAMPLE, tokenizer, 5, raw)
 

@@ -34,23 +34,22 @@ def test_a_table_names_what_exists(paper, table):
             known.verifier(**{name: options[name] for name in known.verifier_options if name in options})
 
 
-def test_figures_are_the_papers():
-    def value(paper, table, *key):
-        return get_table(PAPERS[paper], table).published[key]
-
-    assert value("longspec", "1", "LC-13B", "LongSpec", "RepoBench-P", "tokens_per_second") == 96.96
-    assert value("longspec", "4", "LC-7B", "LongSpec", "25k-32k", "rest_ms") == 6.28
-    assert value("specextend", "2", "LC-7B", "EAGLE, Yes", "BookSum 16K", "speedup") == 2.84
-    assert value("specextend", "5", "V-7B", "EAGLE, retrieval", "top-k 256", "tokens_per_second") == 32.48
-    assert value("specpv", "1", "L-8B", "SpecPV-2K", "60K", "speedup") == 6.29
-    assert value("specpv", "3", "14B", "SpecPV-4K", "50K", "accepted") == 3.69
-
-
-def test_the_papers_own_ratios_hold():
-    """Figures that were copied wrongly would break the speed-ups that the papers' texts give."""
-    published = get_table(PAPERS["longspec"], "1").published
-    assert published["LC-13B", "LongSpec", "RepoBench-P", "speedup"] == pytest.approx(3.26, abs=0.005)
-    assert published["V-7B", "MagicDec", "GovReport", "speedup"] == pytest.approx(0.91, abs=0.005)
+@pytest.mark.parametrize(
+    ("paper", "table", "key", "figure"),
+    [
+        ("longspec", "1", ("LC-13B", "LongSpec", "RepoBench-P", "tokens_per_second"), 96.96),
+        ("longspec", "4", ("LC-7B", "LongSpec", "25k-32k", "rest_ms"), 6.28),
+        ("specextend", "2", ("LC-7B", "EAGLE, Yes", "BookSum 16K", "speedup"), 2.84),
+        ("specextend", "5", ("V-7B", "EAGLE, retrieval", "top-k 256", "tokens_per_second"), 32.48),
+        ("specpv", "1", ("L-8B", "SpecPV-2K", "60K", "speedup"), 6.29),
+        ("specpv", "3", ("14B", "SpecPV-4K", "50K", "accepted"), 3.69),
+        # Ratios that the paper's text gives: figures that were copied wrongly would break them.
+        ("longspec", "1", ("LC-13B", "LongSpec", "RepoBench-P", "speedup"), 3.26),
+        ("longspec", "1", ("V-7B", "MagicDec", "GovReport", "speedup"), 0.91),
+    ],
+)
+def test_figures_are_the_papers(paper, table, key, figure):
+    assert get_table(PAPERS[paper], table).published[key] == pytest.approx(figure, abs=0.005)
 
 
 def test_small_scale_shrinks_lengths_and_budgets():

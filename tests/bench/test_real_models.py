@@ -78,7 +78,6 @@ def test_all_rows(module, loads, command, tmp_path, capsys):
     found = json.loads((tmp_path / "out.json").read_text())
     cells = found["cells"]
     assert found["engines"] == {"llama": {"build_commit": "abc", "build_number": 7, "model_type": "tiny"}}
-    assert set(found) == {"hardware", "versions", "engines", "cells"}
     assert set(cells) == {
         "tiny/plain/32", "tiny/plain/4096", "tiny/prompt/32", "tiny/verify/32", "tiny/default/texts_1K",
     }  # fmt: skip
@@ -91,29 +90,14 @@ def test_all_rows(module, loads, command, tmp_path, capsys):
     assert len(text["prompts"]) == 2 and text["different"] == 0 and text["mean_accepted_length"] >= 1
     assert loads[0]["device"] == "cpu" and loads[0]["arithmetic"] is None
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert [call[call.index("-p") : call.index("-r")] for call in calls[:2]] == [
-        ["-p", "0", "-n", "4", "-d", "32"],
-        ["-p", "32", "-n", "0"],
-    ]
+    of = [call[call.index("-p") : call.index("-r")] for call in calls[:2]]
+    assert of == [["-p", "0", "-n", "4", "-d", "32"], ["-p", "32", "-n", "0"]]
     shown = capsys.readouterr().out
     assert "the model's context is 768" in shown and "llama abc 7 tiny" in shown
     assert "bonus included" in shown and "threads of" in shown
-
-
-def test_finished_cells_are_kept(module, loads, command, tmp_path, capsys):
-    command = [*command, "--rows", "plain", "prompt"]
-    script = module("real_models")
-    script.main(command)
-    calls = (tmp_path / "calls").read_text()
-    script.main(command)
-    assert (tmp_path / "calls").read_text() == calls
+    module("real_models").main(command)  # what is finished is kept
+    assert len((tmp_path / "calls").read_text().splitlines()) == len(calls)
     assert "tiny/prompt/32: kept" in capsys.readouterr().out
-    script.main([*command, "--steps", "5"])  # other settings
-    assert len((tmp_path / "calls").read_text()) > len(calls)
-    calls = (tmp_path / "calls").read_text()
-    script.main([*command, "--steps", "5", "--real-kv", "--ik-bench", command[3]])  # another engine
-    of_ik = (tmp_path / "calls").read_text().removeprefix(calls)
-    assert all(word in of_ik for word in ('"-rtr", "1"', '"-gp", "32,5"'))
 
 
 def test_quality(module, loads, monkeypatch, tmp_path, capsys):

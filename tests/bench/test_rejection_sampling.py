@@ -15,7 +15,7 @@ from longdraft.trees.tree import TokenTree, tree_from_paths
 from tests.support.drafts import small_lm
 from tests.support.tiny import tiny_model
 
-SIZE = 5
+SIZE, NEW = 5, 40
 
 
 def distribution(seed: int, sharpness: float = 1.5) -> torch.Tensor:
@@ -37,7 +37,7 @@ def orders(q: torch.Tensor, count: int):
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
 def test_what_is_emitted_has_the_targets_distribution(count, drawn):
     """Computed over all possible draws. For one drawn token the acceptance is the sum of min(p, q)."""
-    for seed in range(8):
+    for seed in range(4):
         p, q = distribution(seed), distribution(seed + 100)
         emitted, accepted = torch.zeros(SIZE, dtype=torch.double), 0.0
         for tokens, chance in orders(q, count) if drawn else [(list(range(count)), 1.0)]:
@@ -57,16 +57,11 @@ def test_what_is_emitted_has_the_targets_distribution(count, drawn):
             assert float(torch.minimum(p, q).sum()) < accepted <= 1 + 1e-12
 
 
-def test_a_draft_that_is_the_target_is_always_right():
-    p = distribution(3)
-    assert [acceptance_probs(p, [token], p)[0] for token in range(SIZE)] == [[1.0]] * SIZE
-
-
 def test_a_walk_has_the_targets_distribution():
-    """Two tokens after a root, 20,000 times; each time the tree's candidates are drawn again."""
+    """Two tokens after a root, 4,000 times; each time the tree's candidates are drawn again."""
     table, g = torch.stack([distribution(i) for i in range(SIZE)]), torch.Generator().manual_seed(1)
     drafts = torch.stack([distribution(i + 50) for i in range(SIZE)])
-    sampler, root, times = RejectionSampler(Sampling(1.0), g), 2, 20_000
+    sampler, root, times = RejectionSampler(Sampling(1.0), g), 2, 4_000
     counts, right = torch.zeros(SIZE, SIZE), 0
     for _ in range(times):
         first = drafts[root].multinomial(2, generator=g).tolist()
@@ -96,13 +91,13 @@ def models(tmp_path_factory):
     return target, folder
 
 
-def decoded(models, draft: str, job: type[Job] = RejectionSamplingJob, tokens: int = 60, **options):
+def decoded(models, draft: str, job: type[Job] = RejectionSamplingJob, seeds: int = 1, **options):
     target, folder = models
     spec = Speculator("small-lm", target=target, draft=folder / draft, plan="fixed", view="full", **options)
     sampling = Sampling(1.0, foresee=False)
     runs = []
-    for seed in range(3):
-        run = job(((3, 1, 4, 1, 5, 9, 2, 6),), tokens, sampling, seed, frozenset()).start(spec, None)
+    for seed in range(seeds):
+        run = job(((3, 1, 4, 1, 5, 9, 2, 6),), NEW, sampling, seed, frozenset()).start(spec, None)
         steps = [step for step in run if step.tree is not None]
         runs.append((*run.results(), steps))
     return runs
@@ -126,11 +121,11 @@ def test_a_chain_of_the_target_itself_is_accepted_whole(models):
 def test_every_kind_of_tree_is_accepted_in_part(models, options):
     draft = "same" if options["tree"] == "dynamic" else "other"  # a likely token is chosen there, and it alone
     for result, steps in decoded(models, draft, **options):
-        assert 0 < result.accepted < result.drafted and result.new_tokens == 60
+        assert 0 < result.accepted < result.drafted and result.new_tokens == NEW
         assert all(step.tree.num_draft_tokens for step in steps[:-1])
 
 
 def test_the_seed_says_the_text(models):
-    first, again = (decoded(models, "other", tree="static", widths=(3, 2)) for _ in range(2))
+    first, again = (decoded(models, "other", seeds=2, tree="static", widths=(3, 2)) for _ in range(2))
     assert [r.token_ids for r, _ in first] == [r.token_ids for r, _ in again]
-    assert len({tuple(r.token_ids) for r, _ in first}) == 3
+    assert first[0][0].token_ids != first[1][0].token_ids

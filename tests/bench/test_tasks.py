@@ -102,14 +102,14 @@ def test_folders_and_archives(tmp_path, write):
 def test_needles_stay_when_a_prompt_is_cut(tmp_path, kind):
     tokenizer = tiny_tokenizer(chat=True)
     (tmp_path / "essay.txt").write_text("it was a day in may. " * 500)
-    for name in (kind, f"{kind}={tmp_path / 'essay.txt'}"):
-        sample = tasks.load_samples([name], 1)[0]
+    samples = [tasks.load_samples([name], 1)[0] for name in (kind, kind, f"{kind}={tmp_path / 'essay.txt'}")]
+    for sample in samples[1:]:
         text = tokenizer.decode(encode_truncated(sample, tokenizer, 1500), skip_special_tokens=True)
         places = [text.index(sentence.lower()) for _, sentence in sample.needles]
         assert len(text) > 1400 and places == sorted(places)
         assert scores.score_answer(sample, " ".join(sample.answers)) == 1.0
         assert scores.score_answer(sample, sample.answers[0]) == 1 / len(sample.answers)
-    assert tasks.load_samples([kind], 1) == tasks.load_samples([kind], 1)
+    assert samples[0] == samples[1]
 
 
 def test_a_middle_is_cut_out_as_longbench_does():
@@ -136,8 +136,12 @@ def test_rows_of_another_format_are_named(write, row, message):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    (tmp_path / "bad.parquet").write_bytes(b"nothing of the kind")
-    for name in (f"lcc={tmp_path / 'none.parquet'}", f"lcc={tmp_path / 'bad.parquet'}", "none.jsonl", "govreport"):
+    for name, content in (("bad.parquet", b"nothing of the kind"), ("binary", b"\xff\xfe\xfd"), ("empty", b"")):
+        (tmp_path / name).write_bytes(content)
+    for name in (
+        f"lcc={tmp_path / 'none.parquet'}", f"lcc={tmp_path / 'bad.parquet'}", "none.jsonl", "govreport",
+        *(str(tmp_path / name) for name in ("", "binary", "empty")),
+    ):  # fmt: skip
         with pytest.raises(PromptError):
             tasks.load_samples([name])
 

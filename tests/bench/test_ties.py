@@ -7,20 +7,12 @@ import math
 import pytest
 import torch
 
-from longdraft import PromptCache, Sampling, Speculator
-from longdraft.bench.ties import compare_outputs, first_difference, near_tie
+from longdraft import Sampling, Speculator
+from longdraft.bench.ties import compare_outputs, near_tie
 from longdraft.model.runner import TargetRunner
 from tests.support.tiny import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "at"),
-    [([], [], None), ([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1), ([], [1], 0), ([2], [1], 0)],
-)
-def test_first_difference(a, b, at):
-    assert first_difference(a, b) == first_difference(b, a) == at
 
 
 def test_the_gap_is_that_of_the_models_logits_there():
@@ -30,6 +22,9 @@ def test_the_gap_is_that_of_the_models_logits_there():
     logits = model(torch.tensor([[*PROMPT, 10, 11]])).logits[0, -1].detach()
     assert (found.position, found.token, found.reference) == (2, 12, 13)
     assert found.gap == pytest.approx(float((logits[12] - logits[13]).abs()), abs=1e-4)
+    assert not found.near_tie
+    found = compare_outputs(TargetRunner(model), PROMPT, [10], [10, 11])  # an end is no near tie
+    assert (found.position, found.token, found.reference, found.gap) == (1, None, 11, math.inf)
     assert not found.near_tie
 
 
@@ -69,12 +64,6 @@ def test_how_near_is_a_matter_of_the_dtypes_spacing(dtype, logit, gap, near):
     assert near_tie(gap, logit, dtype) is near
 
 
-def test_an_end_is_no_near_tie():
-    found = compare_outputs(TargetRunner(tiny_model()), PROMPT, [10], [10, 11])
-    assert (found.position, found.token, found.reference, found.gap) == (1, None, 11, math.inf)
-    assert not found.near_tie
-
-
 def test_processors_are_applied_first():
     model = twins(0)
     sampling = Sampling(repetition_penalty=3.0)
@@ -90,13 +79,3 @@ def test_two_tokens_that_a_filter_ruled_out():
     worst = model(torch.tensor([PROMPT])).logits[0, -1].argsort()[:2].tolist()
     found = compare_outputs(TargetRunner(model), PROMPT, worst[:1], worst[1:], Sampling(temperature=1.0, top_k=2))
     assert found.gap == math.inf
-
-
-def test_a_cache_of_the_prompt_is_used_and_still_holds_it(forwards):
-    model, cache = tiny_model(), PromptCache()
-    spec = Speculator("ar", target=model)
-    tokens = spec.generate(PROMPT, max_new_tokens=4, cache=cache)[0].token_ids
-    forwards.clear()
-    compare_outputs(spec.runner(), PROMPT, [tokens[0], (tokens[1] + 1) % 61], tokens, cache=cache)
-    assert [f.rows for f in forwards] == [1]
-    assert list(cache.tokens[0][: len(PROMPT)]) == PROMPT

@@ -12,7 +12,10 @@ import pytest
 
 from longdraft.cli import options
 from longdraft.cli.main import main
+from tests.bench.conftest import no_collections
 from tests.support.tiny import tiny_model, tiny_tokenizer
+
+__all__ = ["no_collections"]
 
 
 class Ended(NamedTuple):

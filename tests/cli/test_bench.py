@@ -9,12 +9,12 @@ import pytest
 from longdraft.bench.run import Bench
 from tests.support.gguf_files import write_gguf
 
-ROW = [
+ROW = {
     "method", "dataset", "context_tokens", "batch", "samples", "tokens_per_second", "speedup_vs_ar", "speedup_vs_hf",
     "mean_accepted_length", "prompts", "standard_error", "ttft_seconds", "mismatches", "near_ties",
     "context", "tokens_per_second_spread", "speedup_vs_ar_spread", "speedup_vs_ar_range", "faster_than_ar",
     "slower_than_ar", "depth_accepted", "peak_memory_bytes", "view", "scored", "score",
-]  # fmt: skip
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -40,23 +40,32 @@ def rows_of(ended):
 
 def test_the_table_and_the_json_object_of_the_contract(bench, data_file, tmp_path):
     data_file.write_text(
-        '{"text": "one two one two one two"}\n{"text": "three four three four"}\n'
-        '{"context": "five six five six five six", "input": "why?", "answers": [""], "dataset": "made-up"}\n'
+        '{"text": "one two one two one two", "dataset": "a/b"}\n{"text": "three four three four", "dataset": "a/b"}\n'
+        '{"context": "five six five six five six", "input": "why?", "answers": [""], "dataset": "c|<i>"}\n'
     )
-    ours = "prompt-lookup:plan=fixed:max_draft=3"
-    ended = bench("--methods", f"{ours},hf", "--json")
+    ours, written = "prompt-lookup:plan=fixed:max_draft=3", tmp_path / "r.md"
+    ended = bench("--methods", f"{ours},hf", "--profile", "--json", "--markdown", written)
     assert ended.code == 0, ended.err
     found = json.loads(ended.out.splitlines()[-1])
     assert {"rows", "hardware", "versions"} <= set(found)
     assert [(r["method"], r["dataset"], r["samples"]) for r in found["rows"]] == [
-        ("ar", "rows", 2), (ours, "rows", 2), ("hf", "rows", 2),
-        ("ar", "made-up", 1), (ours, "made-up", 1), ("hf", "made-up", 1),
-    ]  # fmt: skip
+        (method, *of) for of in (("a/b", 2), ("c|<i>", 1)) for method in ("ar", ours, "hf")
+    ]
     for row in found["rows"]:
-        assert list(row) == ROW and row["mismatches"] == 0
+        assert {*row} - {"profile"} == ROW and row["mismatches"] == 0
         assert row["tokens_per_second"] > 0 and row["ttft_seconds"] > 0 and row["speedup_vs_hf"] > 0
-    for text in ("rows: 2 samples", "made-up: 1 sample,", "mean accepted length =", "tokens/s:", "near tie"):
+        assert "profile" not in row if row["method"] == "hf" else {*row["profile"]} == {"seconds", "prefix_share"}
+    shown, markdown = f"{found['rows'][1]['mean_accepted_length']:.2f}", written.read_text()
+    for text in ("a/b: 2 samples", "1 sample,", "mean accepted length =", "tokens/s:", "near tie", "verify: attention"):
         assert text in ended.out
+    assert "| method | tokens/s | vs ar |" in markdown and "- tokens/s: new tokens" in markdown
+    assert shown in markdown and shown in ended.out
+
+
+def test_files_that_cannot_be_written_are_refused_first(shell, tmp_path):
+    for form in ("markdown", "svg", "results"):
+        ended = shell("bench", "acceptance", f"--{form}", tmp_path / "none" / "x")
+        assert ended.code == 1 and f"--{form}" in ended.err
 
 
 def test_a_grid(bench):
@@ -114,32 +123,21 @@ def test_without_data_the_standard_library_is_read(bench):
     assert [r["method"] for r in found[:4]] == ["ar", "prompt-lookup", "self:lookup=true", "hf"]
 
 
-def test_a_results_file_is_gone_on_with(bench, tmp_path):
+def test_a_results_file_is_gone_on_with(bench, tmp_path, press_ctrl_c):
+    """After Ctrl-C, and with the partial line that a killed process leaves."""
     path = tmp_path / "results.jsonl"
-    arguments = ("--methods", "hf", "--context", "64,128", "--limit", 2, "--results", path, "--json")
+    arguments = ("--methods", "ar", "--context", "64,128", "--limit", 2, "--results", path, "--json")
+    press_ctrl_c(Bench, "measure", 4)
     first = bench(*arguments)
+    assert first.code == 130 and "Stopped after 3 of 4 batches." in first.err
+    assert json.loads(first.out.splitlines()[-1])["complete"] is False and rows_of(first)[0]["samples"] == 2
     lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == 1 + 4
+    assert len(lines) == 1 + 3
     path.write_text("".join(lines[:3]) + lines[3][:50])
-    second = bench(*arguments)
-    assert "2 batches are in" in second.err
-    assert len(path.read_text().splitlines()) == 5
-    same = [[(r["method"], r["context"], r["samples"]) for r in rows_of(ended)] for ended in (first, second)]
-    assert same[0] == same[1]
-    third = bench(*arguments)
-    assert "4 batches are in" in third.err
-    assert rows_of(third) == rows_of(second)
+    second, third = bench(*arguments), bench(*arguments)
+    assert "2 batches are in" in second.err and "4 batches are in" in third.err
+    assert len(path.read_text().splitlines()) == 5 and rows_of(third) == rows_of(second)
+    assert [(r["context"], r["samples"]) for r in rows_of(second)] == [(64, 2), (128, 2)]
+    assert json.loads(second.out.splitlines()[-1])["complete"] is True
     other = bench(*arguments, "--seed", 3)
-    assert other.code == 2
-    assert "settings.seed: 0 there, 3 here" in other.err
-
-
-def test_ctrl_c_keeps_what_is_done(bench, tmp_path, press_ctrl_c):
-    path = tmp_path / "results.jsonl"
-    press_ctrl_c(Bench, "measure", 3)
-    ended = bench("--methods", "ar", "--results", path, "--json")
-    assert ended.code == 130
-    found = json.loads(ended.out.splitlines()[-1])
-    assert found["complete"] is False and [r["samples"] for r in found["rows"]] == [2]
-    assert "made-up: 2 samples" in ended.out and "Stopped after 2 of 4 batches." in ended.err
-    assert json.loads(bench("--methods", "ar", "--results", path, "--json").out.splitlines()[-1])["complete"] is True
+    assert other.code == 2 and "settings.seed: 0 there, 3 here" in other.err

@@ -26,30 +26,25 @@ def measured(shell, model_folder, data_file):
     return run
 
 
+pytest.importorskip("matplotlib")
+
+
 def last(ended):
     assert ended.code in (0, 130), ended.err
     return json.loads(ended.out.splitlines()[-1])
 
 
-def test_a_table_and_json(measured):
-    ended = measured("acceptance")
+def test_a_table_a_figure_and_json(measured, tmp_path):
+    ended = measured("acceptance", "--svg", tmp_path / "f.svg")
     found = last(ended)
-    assert [
-        (r["method"], r["temperature"], r["length"], r["rope_factor"], r["prompts"], r["context_tokens"])
-        for r in found["rows"]
-    ] == [
-        ("prompt-lookup", t, length, factor, prompts, length)
-        for t in (0.0, 1.0)
-        for length, factor, prompts in ((64, None, 2), (600, 2.0, 1))
-    ]
+    assert {(r["method"], r["temperature"], r["length"], r["rope_factor"], r["prompts"]) for r in found["rows"]} == {
+        ("prompt-lookup", t, *of) for t in (0.0, 1.0) for of in ((64, None, 2), (600, 2.0, 1))
+    }
     assert all(r["new_tokens"] == 3 * r["prompts"] and r["mean_accepted_length"] >= 1 for r in found["rows"])
     assert found["complete"] and "600 tokens: 1 of 2 texts are not that long" in found["notes"][0]
-    for text in (
-        "Mean accepted length: made-up, greedy",
-        "600 x2",
-        "1 of 2 texts",
-    ):
+    for text in ("Mean accepted length: made-up, greedy", "600 x2", "1 of 2 texts"):
         assert text in ended.out
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"f-t0.svg", "f-t1.svg"}
 
 
 def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
@@ -73,9 +68,8 @@ def test_a_results_file_is_gone_on_with_and_added_to(measured, tmp_path):
     for other, said in (("--seed=3", "settings.seed: 0 there, 3 here"), ("--no-foresee", "settings.foresee")):
         ended = measured("acceptance", *given, other)
         assert ended.code == 2 and said in ended.err
-    timed = last(measured("length", "--lengths", 64, "--results", path))[
-        "rows"
-    ]  # the same file: what has seconds stays
+    # The same file: what has seconds stays.
+    timed = last(measured("length", "--lengths", 64, "--results", path))["rows"]
     assert [row["break_even"] is not None for row in timed] == [True, True]
 
 
@@ -88,12 +82,6 @@ def test_the_papers_sampling_stands_beside_ours(measured, tmp_path):
         assert f"T = 1, {scheme} sampling" in ended.out
     assert "2 runs are in" in papers.err and last(papers)["rows"][0] == last(ours)["rows"][0]
     assert measured("acceptance", *given, "--sampling", "other").code == 2
-
-
-def test_figures(measured, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert measured("acceptance", "--lengths", "48,64", "--svg", tmp_path / "f.svg").code == 0
-    assert {path.name for path in tmp_path.glob("*.svg")} == {"f-t0.svg", "f-t1.svg"}
 
 
 @pytest.mark.parametrize(

@@ -38,51 +38,31 @@ def terminal(monkeypatch):
         yield open_terminal
 
 
-def test_drafted_tokens_are_coloured_on_a_terminal(terminal):
+@pytest.mark.parametrize("unwanted", [None, ("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_drafted_tokens_are_coloured_on_a_terminal_where_it_is_wanted(terminal, monkeypatch, unwanted):
     screen = terminal()
+    if unwanted:
+        monkeypatch.setenv(*unwanted)
     output = TextOutput()
     output.write([TextDelta("one ", False), TextDelta("two", True)])
     output.end()
-    assert output.colored
-    assert screen.getvalue() == "one \x1b[32mtwo\x1b[0m\n"
+    assert output.colored == (not unwanted)
+    assert screen.getvalue() == ("one two\n" if unwanted else "one \x1b[32mtwo\x1b[0m\n")
 
 
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_no_colour_where_it_is_not_wanted(terminal, monkeypatch, name, value):
-    screen = terminal()
-    monkeypatch.setenv(name, value)
-    output = TextOutput()
-    output.write([TextDelta("two", True)])
-    assert not output.colored
-    assert "\x1b[32m" not in screen.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("[bold]x[/bold] [/] [red :smile:", None),  # text, and no markup
-        ("a\x1b[2Jb\x07c\x9bd\te\n", "a[2Jbcd\te\n"),  # a document cannot steer the terminal
-    ],
-)
-def test_text_on_a_terminal_is_text(terminal, text, shown):
-    screen = terminal()
-    TextOutput().write([TextDelta(text, False)])
-    assert screen.getvalue() == (shown or text)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "silent", "shown"),
-    [
+def test_text_is_text(terminal, capsys):
+    """No markup; a document cannot steer the terminal; a file gets the text alone, and its line ends once."""
+    for pieces, silent, shown in (
         ([TextDelta("[b]one ", False), TextDelta("two", True)], False, "[b]one two\n"),
-        ([TextDelta("one\n", False)], False, "one\n"),  # the line ends once
-        ([TextDelta("one", False)], True, ""),
-    ],
-)
-def test_a_file_gets_the_text_alone(capsys, pieces, silent, shown):
-    output = TextOutput(silent=silent)
-    output.write(pieces)
-    output.end()
-    assert capsys.readouterr() == (shown, "") and not output.colored
+        ([TextDelta("one\n", False)], False, "one\n"), ([TextDelta("one", False)], True, ""),
+    ):  # fmt: skip
+        output = TextOutput(silent=silent)
+        output.write(pieces)
+        output.end()
+        assert capsys.readouterr() == (shown, "") and not output.colored
+    screen = terminal()
+    TextOutput().write([TextDelta("[bold]x[/bold] [/] [red :smile:a\x1b[2Jb\x07c\x9bd\te\n", False)])
+    assert screen.getvalue() == "[bold]x[/bold] [/] [red :smile:a[2Jbcd\te\n"
 
 
 def test_the_bar_leaves_nothing_behind(terminal):
@@ -102,7 +82,7 @@ def test_no_bar_without_a_terminal(capsys):
     assert capsys.readouterr() == ("", "Reading the prompt: 512 of 1,000 tokens\n")
 
 
-@pytest.mark.parametrize("method", ["longspec", "self", "specpv"])
+@pytest.mark.parametrize("method", ["longspec", "specpv"])
 def test_tables_lose_no_names_at_80_columns(terminal, monkeypatch, method):
     screen = terminal()
     monkeypatch.setenv("COLUMNS", "80")

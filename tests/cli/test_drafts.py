@@ -80,11 +80,8 @@ def test_generate_with_an_eagle3_draft_and_any_tree(generate, draft, eagle3):
     plain = last(generate("-p", "hello", "-n", 12, "--method", "ar", "--json"))
     for folder, *tree in (
         (eagle3, "--depth", 3, "--tree-top-k", 3, "--nodes", 6),
-        (eagle3, "--widths", "2,2"),
         (eagle3, "-o", "window=9", "-o", "depth=2"),
-        (draft, "--tree", "dynamic", "--depth", 3),
         (eagle3, "--tree", "opt", "--threshold", 0.2, "--nodes", 6),
-        (draft, "--threshold", 0.1, "--depth", 3),
         (draft, "--method", "longspec", "--widths", "3,4", "--nodes", 5),
     ):
         found = last(generate("-p", "hello", "-n", 12, "--json", "--draft", folder, *tree))
@@ -112,42 +109,31 @@ def test_doctor_remarks_on_an_eagle3_draft(doctor, eagle3, tmp_path):
 
 
 def test_export(shell, generate, eagle3, draft, tmp_path):
-    out = tmp_path / "out"
-    ended = shell("export", eagle3, out, "--to", "speculators", "--verifier", "some/target", "--max-position", 4096)
-    assert ended.code == 0 and "is written" in ended.err
-    config = json.loads((out / "config.json").read_text())
-    assert config["speculators_config"]["verifier"] == {
-        "name_or_path": "some/target",
-        "architectures": ["LlamaForCausalLM"],
-    }
-    runs = [last(generate("-p", "hello", "-n", 12, "--json", "--draft", folder)) for folder in (eagle3, out)]
-    assert runs[0]["token_ids"] == runs[1]["token_ids"] and runs[0]["rounds"] == runs[1]["rounds"]
-
-
-@pytest.mark.parametrize("bits", ["8", "4"])
-def test_a_draft_in_fewer_bytes(shell, generate, draft, tmp_path, bits):
-    ended = shell("export", draft, tmp_path / "out", "--to", "longdraft", "--bits", bits)
-    assert ended.code == 0 and "is written" in ended.err
-    small, whole = (folder / "model.safetensors" for folder in (tmp_path / "out", draft))
-    assert small.stat().st_size < whole.stat().st_size
-    found, plain = (last(generate("-p", "hello", "-n", 12, "--json", *words)) for words in (
-        ("--draft", tmp_path / "out"), ("--method", "ar")
-    ))  # fmt: skip
-    assert found["token_ids"] == plain["token_ids"] and found["method"] == "longspec"
+    to = ("--to", "speculators", "--verifier", "some/target", "--max-position", 4096)
+    for folder, words in ((eagle3, to), (draft, ("--to", "longdraft", "--bits", "4"))):
+        out = tmp_path / folder.parent.name
+        ended = shell("export", folder, out, *words)
+        assert ended.code == 0 and "is written" in ended.err
+        runs = [last(generate("-p", "hello", "-n", 12, "--json", "--draft", each)) for each in (folder, out)]
+        assert runs[0]["token_ids"] == runs[1]["token_ids"] and runs[0]["method"] == runs[1]["method"]
+        if folder is eagle3:
+            assert runs[0]["rounds"] == runs[1]["rounds"]
+            verifier = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+            config = json.loads((out / "config.json").read_text())
+            assert config["speculators_config"]["verifier"] == verifier
+        else:
+            small, whole = (each / "model.safetensors" for each in (out, folder))
+            assert small.stat().st_size < whole.stat().st_size
 
 
 def test_gguf_files_draft(shell, tmp_path):
     """The target's file and the draft's, wherever a draft folder can be named."""
     pytest.importorskip("gguf")
-    target, small, other = (tmp_path / f"{name}.gguf" for name in ("target", "small", "other"))
+    target, small = (tmp_path / f"{name}.gguf" for name in ("target", "small"))
     write_gguf(target)
     write_gguf(small, layers=1, seed=1)
-    write_gguf(other, layers=1, tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "b", "a"])
     asked = ("generate", "--model", target, "-p", "the hen", "--raw", "-n", 8, "--json")
     plain = last(shell(*asked, "--method", "ar"))
     for method in ((), ("--method", "small-lm"), ("--method", "specextend", "-o", "chunks=6")):
         found = last(shell(*asked, "--draft", small, *method))
         assert found["method"] == (method[1] if method else "small-lm") and found["token_ids"] == plain["token_ids"]
-    ended = shell(*asked, "--draft", other)
-    assert ended.code == 1 and f"{other} does not have the target's vocabulary" in ended.err
-    assert "4 is 'b' here and 'a' there" in ended.err and str(target) in ended.err

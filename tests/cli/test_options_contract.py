@@ -8,9 +8,8 @@ from dataclasses import fields
 
 import pytest
 
-from longdraft import Speculator, huge_pages
+from longdraft import Speculator
 from longdraft.cli.method_options import CATALOGUE, DraftOptions, parse_options
-from longdraft.cli.options import ModelOptions
 from longdraft.options import declared
 from longdraft.registry import METHODS
 from longdraft.trees.options import TreeOptions
@@ -51,17 +50,3 @@ def test_the_file_of_the_command_line_is_that_of_the_catalogue_and_trees_have_a_
     assert CATALOGUE.read_text(encoding="utf-8") == catalogue(), "python -m tests.options_page writes it"
     flags = {each.name.removeprefix("tree_") for each in fields(DraftOptions)}
     assert flags == {"draft", *declared(TreeOptions)}
-
-
-@pytest.mark.parametrize(
-    ("chosen", "begins"),
-    [
-        ({}, True), ({"device": "cpu", "arithmetic": "int8"}, True), ({"device": "cuda"}, False),
-        ({"weights": "float32"}, False), ({"arithmetic": "float32"}, False), ({"dtype": "bfloat16"}, False),
-    ],
-)  # fmt: skip
-def test_memory_is_begun_for_weights_that_are_laid_out(chosen, begins, monkeypatch):
-    begun = []
-    monkeypatch.setattr(huge_pages, "prefault", lambda path, free: begun.append(path))
-    ModelOptions(model="large.gguf", **chosen).preload()
-    assert begun == ["large.gguf"] * begins

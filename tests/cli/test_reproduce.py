@@ -60,10 +60,21 @@ def test_a_table_of_speed(reproduce, drafts, tmp_path):
     assert any("paper: 32,768" in text for text in found["differs"])
     assert "paper, QwQ-32B" in ended.out and "18.92" in ended.out
     again = reproduce(*given)
-    assert "already; 0 are left" in again.err
-    assert last(again)["rows"] == found["rows"]
-    other = reproduce("longspec", "fig7", "--draft", drafts["longspec"], "--results", path)
-    assert other.code == 2 and "table" in other.err
+    assert "already; 0 are left" in again.err and last(again)["rows"] == found["rows"]
+    assert reproduce("longspec", "fig7", *given[2:]).code == 2  # another table
+    file = tmp_path / "aime.jsonl"  # in the place of the data set
+    file.write_text(json.dumps({"problem": "what is " + "one and " * 200}) + "\n")
+    found = last(reproduce(*given[:4], "--data", f"aime24={file}"))
+    assert not any("Python" in text for row in found["rows"] for text in row["differs"])
+
+
+def test_parts_of_a_round(reproduce, drafts, monkeypatch):
+    table = get_table(PAPERS["longspec"], "4")
+    table = replace(table, columns=table.columns[:1])
+    monkeypatch.setitem(PAPERS, "longspec", replace(PAPERS["longspec"], tables=(table,)))
+    found = last(reproduce("longspec", "4", "--draft", drafts["longspec"]))
+    assert found["complete"] and found["rows"]
+    assert all(row["as_published"][key] is not None for row in found["rows"] for key in table.figures)
 
 
 def test_accepted_lengths_as_the_paper_counts_them(reproduce, drafts):
@@ -92,26 +103,10 @@ def test_a_table_of_quality(reproduce, drafts, tmp_path):
     assert found["rows"][0]["published"][0] == {"model": "L-8B", "rouge_l": 56.1, "accepted": 3.53}
 
 
-def test_parts_of_a_round(reproduce, drafts, monkeypatch):
-    table = get_table(PAPERS["longspec"], "4")
-    table = replace(table, columns=table.columns[:1])
-    monkeypatch.setitem(PAPERS, "longspec", replace(PAPERS["longspec"], tables=(table,)))
-    found = last(reproduce("longspec", "4", "--draft", drafts["longspec"]))
-    assert found["complete"] and found["rows"]
-    assert all(row["as_published"][key] is not None for row in found["rows"] for key in table.figures)
-
-
-def test_files_in_the_place_of_data_sets(reproduce, drafts, tmp_path):
-    file = tmp_path / "aime.jsonl"
-    file.write_text(json.dumps({"problem": "what is " + "one and " * 200}) + "\n")
-    found = last(reproduce("longspec", "fig6", "--draft", drafts["longspec"], "--data", f"aime24={file}"))
-    assert not any("Python" in text for row in found["rows"] for text in row["differs"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("longspec", "9"), "Its tables: 1, 2, 3"),
+        (("longspec", "9"), "Its tables: 1, 2, 3, 4, fig5"),
         (("medusa", "1"), "Papers: longspec"),
         (("specpv", "1", "--scale", "paper"), "--data pg19=FILE"),
         (("specpv", "3"), "Nothing of Table 3 can run"),

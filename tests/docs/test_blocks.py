@@ -182,19 +182,14 @@ def test_an_application_of_ones_own(folder, model, tokenizer):
     assert refused.status_code == 400 and "max_new_tokens" in refused.text
 
 
-def demo() -> list[str]:
-    """The words of ``make demo``, with what the shell would put into them."""
+def test_make_demo_is_a_command_that_runs(folder, monkeypatch):
+    """With what the shell would put into its words."""
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (DOCS.parent / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert recipe is not None
     line = recipe[1].replace("\\\n", " ").replace("$$(", "$(").strip().lstrip("@")
-    return shlex.split(re.sub(r"\$\(\$\(BIN\)/python -c '.*?'\)", "textwrap.py", line))
-
-
-@pytest.mark.parametrize("width", ["60", "200"])
-def test_make_demo_is_a_command_that_runs(folder, monkeypatch, width):
-    words = demo()
+    words = shlex.split(re.sub(r"\$\(\$\(BIN\)/python -c '.*?'\)", "textwrap.py", line))
     assert words[:2] == ["$(BIN)/longdraft", "generate"] and {"--compare", "--file", "--prompt"} <= set(words)
     Path("textwrap.py").write_text("def wrap(text):\n    return text\n")
-    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setenv("COLUMNS", "60")
     ran = CliRunner().invoke(app, [*words[1:], "--model", str(folder)])
     assert ran.exit_code == 0 and "ar" in ran.output, ran.output

@@ -25,7 +25,7 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_the_first_page_has_the_figures_and_the_plot(site):
+def test_the_site_shows_what_the_readme_the_code_and_the_pages_have(site):
     page = (site / "index.html").read_text()
     table = (ROOT / "README.md").read_text().partition("## Figures\n")[2].partition("\n|")[2].partition("\n\n")[0]
     wanted = [cell.strip(" *") for row in table.splitlines() for cell in row.split("|") if re.search(r"\d\.\d", cell)]
@@ -33,26 +33,17 @@ def test_the_first_page_has_the_figures_and_the_plot(site):
     assert wanted and {*wanted} <= shown
     (plot,) = re.findall(r'<img[^>]* src="([^"]*)"', page)
     assert (site / plot).is_file()
-
-
-def test_the_reference_has_each_public_name(site):
-    page = (site / "reference" / "index.html").read_text()
+    reference = (site / "reference" / "index.html").read_text()
     for name in longdraft.__all__:
-        assert f'id="longdraft.{name}"' in page or f'id="longdraft.{name}.{name}"' in page, name
-
-
-def test_links_beyond_the_docs_lead_to_copies(site):
+        assert f'id="longdraft.{name}"' in reference or f'id="longdraft.{name}.{name}"' in reference, name
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    for name in re.findall(r"\]\(\.\./([^)#\s]+)", pages):
+    for name in re.findall(r"\]\(\.\./([^)#\s]+)", pages):  # links beyond the docs lead to copies
         assert (site / "files" / f"{name}.txt").read_bytes() == (ROOT / name).read_bytes()
 
 
-def test_pages_ask_no_other_host_for_anything(site):
+def test_pages_ask_no_other_host_for_anything_and_language_models_have_them_too(site):
     for page in site.rglob("*.html"):
         assert not re.search(r'<(?:script|img|link)\b[^>]*(?:src|href)="?(?:https?:)?//', page.read_text()), page
-
-
-def test_pages_are_there_for_language_models_too(site):
     listed = (site / "llms.txt").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f"]({page.name}): " in listed and (site / page.name).read_text().startswith("# "), page.name

@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "src" / "longdraft", ROOT / "packages" / "longdraft-engines" / "src"]
 FILES = sorted(file for folder in SOURCES for file in folder.rglob("*.py"))
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
 NATIVE = sorted(file for kind in ("*.cpp", "*.h") for file in (SOURCES[0] / "native").rglob(kind))
 # Participles, pronouns and fillers, which say of nothing what it is, and words that only this project used.
 _NAMES = """given asked told stated found theirs each going said kept placed known mine ours whole beside wanted shown
@@ -39,14 +38,10 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield node.attr, node.lineno
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_private_words_do_not_come_back(file):
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    words = NO_NAMES - STAY.get(file.name, set())
-    assert not [f"line {line}: {name}" for name, line in names(tree) if name.strip("_").lower() in words]
-
-
-def test_nor_in_the_kernels():
+def test_private_words_do_not_come_back():
+    for file, tree in TREES.items():
+        words = NO_NAMES - STAY.get(file.name, set())
+        assert not [f"{file}:{line}: {name}" for name, line in names(tree) if name.strip("_").lower() in words]
     words = re.compile(rf"\b({'|'.join(NO_NATIVE_NAMES)})\b")
     assert not {file.name: found for file in NATIVE if (found := words.findall(file.read_text(encoding="utf-8")))}
 
@@ -60,16 +55,15 @@ def documented(node: ast.AST, section: str) -> Iterator[str]:
             yield from (name.strip("* ") for name in head[1].split(","))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_docstrings_describe_what_is_there(file):
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def test_docstrings_describe_what_is_there():
+    for file, node in ((file, node) for file, tree in TREES.items() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef):
             arguments = node.args
             there = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
             there |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
-            assert set(documented(node, "Args")) <= there, f"{node.name}, line {node.lineno}"
+            assert set(documented(node, "Args")) <= there, f"{file}:{node.lineno}: {node.name}"
         elif isinstance(node, ast.ClassDef):
             there = {name for name, _ in names(node)}
             there |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
             described = {*documented(node, "Args"), *documented(node, "Attributes")}
-            assert described <= there, f"{node.name}, line {node.lineno}: {described - there}"
+            assert described <= there, f"{file}:{node.lineno}: {node.name}: {described - there}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +10,6 @@ import torch
 
 from longdraft import Speculator
 from longdraft.engine.sequence import Sequence
-from longdraft.model.runner import TargetRunner
-from longdraft.trees.tree import NodeLimit
-from longdraft.views.draft_cache import SPARE_ENTRIES
 from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target
 from tests.support import definitions as said
@@ -31,7 +27,7 @@ TREES = {
 }  # fmt: skip
 RETRIEVAL = {"retrieval": True, "chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
 TEXT = [i % 11 for i in range(0, 50, 2)]
-WINDOWED = [(kind, window) for kind in ("eagle3", "onepass") for window in (None, 8, 16)]
+WINDOWED = [(kind, window) for kind in ("eagle3", "onepass") for window in (None, 8)]
 
 
 def decoding(
@@ -57,14 +53,10 @@ def there(request, tmp_path) -> Decoding:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_many_rows_at_once(there):
+def test_many_rows_at_once_and_refreshed_ones_are_read_again(there):
+    """The last rows were inexact when the drafter read them, as after a partial verification."""
     there.check()
     there.go_on(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2)
-    there.check()
-
-
-def test_refreshed_rows_are_read_again(there):
-    """The last rows were inexact when the drafter read them, as after a partial verification."""
     there.check()
     there.go_on(3, 1, 4, 1, 5)
     start = there.draft_from_inexact_rows(5)
@@ -80,7 +72,7 @@ def test_refreshed_rows_are_read_again(there):
     ("kind", "settings"),
     [
         ("eagle3", {}), ("eagle3", {"settings": {"rope_factor": 4.0, "rope_original_length": 16}}),
-        ("eagle3", {"window": 24}), ("eagle3", {"window": 40}),
+        ("eagle3", {"window": 40}),
     ],
     ids=str,
 )  # fmt: skip
@@ -117,17 +109,6 @@ def test_retrieved_rows_are_seen_as_if_they_stood_together(tmp_path, kind, setti
     there.check(gathered())
 
 
-def test_a_working_cache_that_grows_out_of_its_room_is_gathered_anew(tmp_path):
-    options = RETRIEVAL | {"chunks": 3}
-    there = decoding(tmp_path, "eagle3", [i % 11 for i in range(0, 80, 2)], 30, options, window=22)
-    cache, sizes = there.drafter.cache, []
-    for token in [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]:
-        there.drafter.propose([there.s])
-        sizes.append(cache.store.lengths[0])
-        there.go_on(token)
-    assert max(sizes) == 22 - 2 and any(b < a for a, b in itertools.pairwise(sizes))
-
-
 def test_the_room_of_a_window_decides_how_much_is_retrieved(tmp_path):
     def retrieved(folder: Any, **options: Any) -> Any:
         spec = Speculator(folder, target=target(), retrieval=True, **options)
@@ -145,14 +126,14 @@ def test_the_room_of_a_window_decides_how_much_is_retrieved(tmp_path):
 # --- memory and work ---
 
 
-def test_windows_bound_the_memory(tmp_path):
-    for length in (20, 200):
-        text = [i % 11 for i in range(length)]
-        for kind, rows in (("eagle3", 3), ("onepass", 3), ("longspec", 2)):
-            there = decoding(tmp_path / f"{length}", kind, text, length - 1, window=16)
-            there.drafter.propose([there.s])
-            # layers, slots, KV heads, window, the nodes that the draft is shown and nobody's row
-            assert there.drafter.cache.store.keys.shape[:4] == (1, 1, 2, 16 + SPARE_ENTRIES + rows + 1)
+@pytest.mark.parametrize("kind", MAKE)
+def test_windows_bound_the_memory(tmp_path, kind):
+    sizes = set()
+    for length in (60, 200):
+        there = decoding(tmp_path / f"{length}", kind, [i % 11 for i in range(length)], length - 1, window=16)
+        there.drafter.propose([there.s])
+        sizes.add(there.drafter.cache.store.keys.numel())
+    assert len(sizes) == 1
 
 
 def test_prefill_reads_the_last_window_alone(tmp_path):
@@ -177,35 +158,6 @@ def test_prefill_reads_the_last_window_alone(tmp_path):
     assert rows == [16, 1, 2, 4]  # the window; then the root and each level that is expanded
 
 
-def test_the_targets_parts_are_shared_and_kept_between_runs(tmp_path):
-    model = tiny_model()
-    spec = Speculator(random_draft(tmp_path / "draft", model), target=model)
-    first = spec.draft().bind(spec.runner())
-    assert first.embedding.weight is model.get_input_embeddings().weight
-    spec.generate([[1, 2, 3]], max_new_tokens=4)
-    assert spec.draft().bind(spec.runner()) is first
-
-
-def test_one_forward_a_round_whatever_the_depth_and_however_many_texts(tmp_path):
-    folder, model = random_onepass(tmp_path / "draft", target()), target()
-    spec = Speculator(folder, target=model, widths=(2, 2, 2, 2))
-    runner, drafter = TargetRunner(model), spec.recipe().drafter()
-    store = runner.new_store(2, 40, drafter.needs(runner).feature_layers)
-    drafter.bind(runner, store)
-    sequences = [Sequence(i, [1, 2, 3], 60) for i in range(2)]
-    forward(runner, [[1, 2, 3]] * 2, store, [0, 1], logits="none")
-    for s in sequences:
-        s.slot = s.index
-        store.commit(s.slot, range(3))
-        s.append(4)
-        drafter.observe(prefill_event(s))
-    trees = drafter.propose(sequences)
-    assert drafter.forwards == 1 and [max(tree.depths) for tree in trees] == [4, 4] and trees[0] == trees[1]
-    drafter.use_planner()  # who pays for the forward once, so that a level is nearly free
-    (deep,) = drafter.propose(sequences[:1], NodeLimit(20, 0.6))
-    assert max(deep.depths) == 4
-
-
 # --- what is said once, and what is refused ---
 
 
@@ -228,9 +180,7 @@ def test_trees_that_make_no_sense_are_refused(tmp_path, kind, options):
 @pytest.mark.parametrize(
     ("settings", "options", "new", "said"),
     [
-        ({"trained_length": 20, "rope_original_length": 20}, {}, 17, 0),
         ({"trained_length": 20, "rope_original_length": 20}, {"window": 12}, 18, 0),
-        ({"trained_length": 20, "rope_original_length": 20, "rope_factor": 2.0}, {}, 37, 0),
         ({"trained_length": 20, "rope_original_length": 20}, {}, 18, 1),
         ({"trained_length": 30, "rope_original_length": 30}, RETRIEVAL | {"depth": 2}, 40, 0),
         ({"trained_length": 30, "rope_original_length": 30}, RETRIEVAL | {"depth": 2, "chunks": 12}, 40, 1),

@@ -74,7 +74,7 @@ def refused(folder: Any, *parts: str, error: type[Exception] = CheckpointError, 
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def outcome(folder: Any, model: Any, new: int = 16, **options: Any) -> list[tuple[list[int], int, int]]:
+def outcome(folder: Any, model: Any, new: int = 12, **options: Any) -> list[tuple[list[int], int, int]]:
     """What decoding with a draft gives, and how far its proposals went."""
     results = Speculator(folder, target=model, **options).generate(PROMPTS, max_new_tokens=new)
     return [(r.token_ids, r.rounds, r.accepted) for r in results]
@@ -87,11 +87,6 @@ def file_of(folder: Path) -> Path:
     return next(path for path in folder.iterdir() if path.name not in ("config.json", "README.md"))
 
 
-def damaged(folder: Path) -> str:
-    file_of(folder).write_bytes(file_of(folder).read_bytes()[:-1000])
-    return "" if file_of(folder).suffix == ".bin" else file_of(folder).name
-
-
 def without_weights(folder: Path) -> str:
     file_of(folder).unlink()
     return ""
@@ -102,8 +97,9 @@ def without_config(folder: Path) -> str:
     return str(folder)
 
 
-def config_is(text: str) -> Callable[[Path], str]:
-    return lambda folder: (folder / "config.json").write_text(text) and "config.json"
+def config_of_a_list(folder: Path) -> str:
+    (folder / "config.json").write_text("[]")
+    return "config.json"
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], folder: Path) -> None:
@@ -133,9 +129,9 @@ def a_tensor_less(folder: Path) -> str:
     return left.removeprefix("layers.0.").removesuffix(".weight")
 
 
+# Damaged bytes and configurations: tests/exact/outside/test_damaged_files.py.
 FAULTS = [
-    damaged, without_weights, without_config, config_is("{"), config_is("[]"), config_is('"text"'), another_tensor,
-    a_tensor_of_another_shape, a_tensor_less,
+    without_weights, without_config, config_of_a_list, another_tensor, a_tensor_of_another_shape, a_tensor_less,
 ]  # fmt: skip
 # What another target is, and the name of the setting that says so; drafts of others know only the first two.
 OTHERS = [
@@ -154,17 +150,9 @@ def test_a_folder_with_a_fault_is_refused_by_name(tmp_path, layout):
     folder = make(tmp_path / "sound", target())
     for other, name in OTHERS if layout in OURS else OTHERS[:2]:
         refused(folder, name if layout in OURS else "", **other)
-    assert sum(accepted for _, _, accepted in outcome(folder, target())) >= 0  # and without a fault it drafts
+    (result,) = Speculator(folder, target=target(), plan="fixed").generate(PROMPTS[:1], max_new_tokens=8)
+    assert result.drafted > result.accepted  # and without a fault it drafts
     refused(folder.parent / "none")
-
-
-@pytest.mark.parametrize("layout", THEIRS)
-def test_a_published_folder_decodes_exactly(tmp_path, layout):
-    folder, model = THEIRS[layout](tmp_path / "draft", target()), target()
-    found = Speculator(folder, target=model, plan="fixed").generate(PROMPTS, max_new_tokens=16)
-    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=16)
-    assert [r.token_ids for r in found] == [r.token_ids for r in plain]
-    assert sum(r.drafted for r in found) > sum(r.accepted for r in found)
 
 
 @every_kind
@@ -330,7 +318,7 @@ def test_all_layouts_draft_alike(tmp_path, kept):
         assert outcome(folder, model, **narrow) == expected
     (said,) = to_speculators(kind_of(theirs).load(theirs), tmp_path / "again", "some/target")
     assert "layers" in said and outcome(tmp_path / "again", model, **narrow) == expected
-    for prefix in ("", "model.", "draft_model.model."):  # as older releases have them, the target's embedding too
+    for prefix in ("", "draft_model.model."):  # as older releases have them, the target's embedding too
         folder = published_eagle3(tmp_path / f"pickled{prefix}", model, kept)
         tensors = load_file(folder / "model.safetensors") | {"embed_tokens.weight": torch.zeros(11, 48)}
         (folder / "model.safetensors").unlink()
@@ -559,8 +547,9 @@ def test_every_kind_is_packed_and_read(kind, bits, tmp_path):
     if bits is not None:
         assert any(t.dtype in (torch.int8, torch.uint8) for t in load_file(out / "model.safetensors").values())
         assert (out / "model.safetensors").stat().st_size < (folder / "model.safetensors").stat().st_size
-    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
-    assert [tokens for tokens, _, _ in outcome(out, model, 12)] == [r.token_ids for r in plain]
+    if bits == 4:
+        plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=8)
+        assert [tokens for tokens, _, _ in outcome(out, model, 8)] == [r.token_ids for r in plain]
 
 
 def test_what_bits_are(tmp_path):

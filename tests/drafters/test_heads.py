@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longdraft import Sampling
 from longdraft.drafters.heads import HeadsDraft, HeadsDrafter
 from longdraft.drafters.self_drafter import SelfDrafter
-from longdraft.drafters.tokenswift import PhraseTable, ReuseDrafter, tokenswift
+from longdraft.drafters.tokenswift import PhraseTable, ReuseDrafter
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
@@ -49,13 +49,6 @@ def plain(model, draft, text, heads=3):
     """(heads, vocabulary) log-probabilities of the tokens behind the last one of ``text``, from the definition."""
     says = definitions.heads(model, draft.weights)
     return torch.stack([says(text, [0] * i) for i in range(heads)])
-
-
-def test_reuse_is_on_unless_it_is_switched_off(draft):
-    assert tokenswift(draft).max_nodes == 40 + 60
-    assert tokenswift(draft, view="none").max_nodes == 39 + 60
-    assert isinstance(tokenswift(draft, reuse=False), HeadsDrafter)
-    assert tokenswift(draft, view="none", reuse_n=3, reuse_k=5, heads=1).max_nodes == 3 + 10
 
 
 # --- states from elsewhere ---

@@ -1,4 +1,4 @@
-"""Small language models that draft: our folders, transformers' folders, and what is wrong with one is said."""
+"""Small language models that draft: our folders, transformers' folders, GGUF files; what is wrong with one is said."""
 
 from __future__ import annotations
 
@@ -7,26 +7,49 @@ import json
 import pytest
 import torch
 
-from longdraft import load
+from longdraft import Speculator, load
 from longdraft.drafts.language_model import PublishedLM, SmallLMDraft, TrainedLM
-from longdraft.errors import CheckpointError
+from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.model.quant import stored_model
+from longdraft.model.quant.stored import StoredEmbedding, StoredLinear
 from longdraft.model.runner import TargetRunner
 from longdraft.native import kernels
 from tests.support.drafts import random_lm
 from tests.support.forwards import forward
+from tests.support.gguf_files import write_gguf
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+pytest.importorskip("gguf")
 KEPT = [0, 3, 7, 20, 41, 60]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return random_lm(tmp_path / "draft", tiny_model())
+PROMPTS = [[3, 9, 4, 7, 2, 5] * 8, [1, 2, 3], [(i * i) % 11 for i in range(130)]]
+OTHER_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "Ġ", "b", "a"]
 
 
 def logits(bound, tokens):
-    store = bound.runner.new_store(1, 64)
-    return forward(bound.runner, [tokens], store, [0]).logits[0]
+    """Logits of a bound draft, or of a model as a target."""
+    runner = bound.runner if hasattr(bound, "runner") else TargetRunner(bound)
+    return forward(runner, [tokens], runner.new_store(1, 64), [0]).logits[0]
+
+
+def by_transformers(model, tokens, dtype=torch.float32):
+    """Logits by the model's own code, in float32 arithmetic from now on if it has stored weights."""
+    stored_model.set_int8(model, False)
+    with torch.no_grad():
+        return model.to(dtype)(torch.tensor([tokens])).logits[0].float()
+
+
+@pytest.fixture(scope="module")
+def gguf_target(tmp_path_factory):
+    file = tmp_path_factory.mktemp("gguf") / "target.gguf"
+    write_gguf(file)
+    return file
+
+
+def published(folder, model, tokenizer=None):
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("kept", [None, KEPT])
@@ -37,8 +60,8 @@ def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
     assert isinstance(draft, TrainedLM) and (draft.kind, draft.trained_length) == ("small-lm", 64)
     assert draft.vocabulary == (kept and len(kept))
     bound = draft.bind(runner)
-    assert draft.bind(runner) is bound
     inner = bound.runner.model
+    assert draft.bind(runner) is bound
     assert inner.get_input_embeddings().weight is model.get_input_embeddings().weight
     assert all(weight.requires_grad for weight in model.parameters()) and not inner.lm_head.weight.requires_grad
     own = {n: p for n, p in inner.named_parameters() if "embed" not in n and "lm_head" not in n}
@@ -56,9 +79,9 @@ def test_ours_is_a_llama_around_the_targets_parts(tmp_path, kept):
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
 @pytest.mark.parametrize("make", [lambda runner: runner.new_store(3, 40), lambda runner: packed_store(runner)])
-def test_forwards_in_one_call_are_those_of_the_hosted_model(folder, make):
+def test_forwards_in_one_call_are_those_of_the_hosted_model(tmp_path, make):
     """Two sequences: chains behind what was read, a level of each one's tree, and a level behind it."""
-    bound = TrainedLM.load(folder).bind(TargetRunner(tiny_model()))
+    bound = TrainedLM.load(random_lm(tmp_path, tiny_model())).bind(TargetRunner(tiny_model()))
     whole, runner, slots = bound.fused_lm, bound.runner, [2, 0]
     stores = [make(runner) for _ in range(2)]
     for store in stores:
@@ -97,46 +120,58 @@ def packed_store(runner):
     return runner.new_store(3, 40, resident=True, dtype=torch.bfloat16)
 
 
-def published(folder, model, tokenizer=None):
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return folder
-
-
-def shifted_tokenizer():
-    """The same characters, numbered otherwise."""
-    tokenizer = tiny_tokenizer()
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = state["model"]["vocab"]
-    words = list(vocabulary)
-    state["model"]["vocab"] = dict(zip(words, [*range(5), *range(6, 61), 5], strict=True))
-    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
-    return tokenizer
-
-
 def test_a_model_of_transformers(tmp_path):
     small = tiny_model("qwen3", layers=1, hidden=32, heads=2, context=128, seed=3)
     draft = SmallLMDraft.load(published(tmp_path / "small", small))
     assert isinstance(draft, PublishedLM) and draft.vocabulary is None and draft.trained_length == 128
     assert draft.parameters == sum(p.numel() for p in small.parameters())
-    runner = TargetRunner(tiny_model(dtype=torch.float64))
-    bound = draft.bind(runner)
-    assert draft.bind(runner) is bound and bound.draft_to_target_ids is None
-    assert bound.runner.kv_shape.dtype == torch.float64
-    with torch.no_grad():
-        expected = small.double()(torch.tensor([[5, 60, 7, 1]])).logits[0].float()
+    bound = draft.bind(TargetRunner(tiny_model(dtype=torch.float64)))
+    assert bound.draft_to_target_ids is None and bound.runner.kv_shape.dtype == torch.float64
+    expected = by_transformers(small, [5, 60, 7, 1], torch.float64)
     torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_another_vocabulary_is_refused(tmp_path):
-    small = published(tmp_path / "small", tiny_model(layers=1, vocab=70))
+@pytest.mark.parametrize("size", [None, 32])
+def test_a_gguf_file_is_read_as_it_is_stored(gguf_target, tmp_path, size):
+    """Also with a head of the first tokens alone: other tokens are written, but not proposed."""
+    written = write_gguf(tmp_path / "small.gguf", "qwen2", "Q4_0", layers=1, hidden=32, heads=2, seed=1)
+    draft, expected = SmallLMDraft.load(tmp_path / "small.gguf"), load(tmp_path / "small.gguf", device="cpu").model
+    assert isinstance(draft, PublishedLM) and draft.trained_length == 512 and draft.vocabulary is None
+    assert draft.parameters == sum(p.numel() for p in written.parameters())
+    if size is not None:
+        assert draft.with_trimmed_vocab(64) is draft
+        draft = draft.with_trimmed_vocab(size)
+        assert draft.vocabulary == size
+    model = load(gguf_target, device="cpu").model
+    bound = draft.bind(TargetRunner(model))
+    own = bound.runner.model
+    assert type(own.model.layers[0].self_attn.q_proj) is type(expected.model.layers[0].self_attn.q_proj)
+    torch.testing.assert_close(logits(bound, [5, 60, 7, 1]), logits(expected, [5, 60, 7, 1])[:, :size])
+    spec = Speculator("small-lm", target=model, draft=tmp_path / "small.gguf", vocabulary=size, plan="fixed")
+    found, plain = (s.generate(PROMPTS, max_new_tokens=20) for s in (spec, Speculator("ar", target=model)))
+    assert [r.token_ids for r in found] == [r.token_ids for r in plain] and sum(r.drafted for r in found) > 0
+
+
+def test_another_vocabulary_is_refused_with_both_names_and_the_difference(gguf_target, tmp_path):
+    """Also if it has as many tokens: their number says nothing."""
     with pytest.raises(CheckpointError):
-        SmallLMDraft.load(small).bind(TargetRunner(tiny_model()))
+        SmallLMDraft.load(published(tmp_path / "small", tiny_model(layers=1, vocab=70))).bind(
+            TargetRunner(tiny_model())
+        )
+    tokenizer = tiny_tokenizer()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = list(state["model"]["vocab"])  # the same characters, numbered otherwise
+    state["model"]["vocab"] = dict(zip(words, [*range(5), *range(6, 61), 5], strict=True))
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
     target = load(published(tmp_path / "target", tiny_model(), tiny_tokenizer())).model
-    other = published(tmp_path / "other", tiny_model(layers=1), shifted_tokenizer())
     with pytest.raises(CheckpointError, match="tokenizer"):
-        SmallLMDraft.load(other).check(TargetRunner(target))
+        SmallLMDraft.load(published(tmp_path / "other", tiny_model(layers=1), tokenizer)).check(TargetRunner(target))
+    other = tmp_path / "other.gguf"
+    write_gguf(other, layers=1, tokens=OTHER_TOKENS)
+    with pytest.raises(CheckpointError) as error:
+        Speculator("small-lm", target=load(gguf_target, device="cpu").model, draft=other).generate([[1, 2]])
+    said = str(error.value)
+    assert str(other) in said and f"from that of {gguf_target}: 2 of 64 ids differ, for example 4 is 'b'" in said
 
 
 @pytest.mark.parametrize("size", [64, 80])
@@ -149,9 +184,43 @@ def test_heads_that_are_padded_to_other_sizes(tmp_path, size):
     bound = draft.bind(TargetRunner(target))
     found = logits(bound, [3, 4, 5, 60])
     assert found.shape == (4, min(size, 72)) and bound.runner.vocab_size == min(size, 72)
-    with torch.no_grad():
-        expected = small(torch.tensor([[3, 4, 5, 60]])).logits[0, :, :72]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found, by_transformers(small, [3, 4, 5, 60])[:, :72], rtol=1e-3, atol=1e-4)
     assert logits(bound, [71, 3]).isfinite().all()  # an id that the small model never had
     with pytest.raises(CheckpointError):  # a target whose origin is not known
         draft.check(TargetRunner(model))
+
+
+@pytest.mark.parametrize(("size", "tie", "words"), [(48, True, "F16"), (80, False, "Q8_0")])
+def test_embeddings_of_files_that_are_padded_to_other_sizes(gguf_target, tmp_path, size, tie, words):
+    small = tmp_path / "small.gguf"
+    written = write_gguf(small, words=words, layers=1, vocab=size, tie=tie, seed=5)
+    model = load(gguf_target, device="cpu").model
+    bound = SmallLMDraft.load(small).bind(TargetRunner(model))
+    own = bound.runner.model
+    if isinstance(own.model.layers[0].self_attn.q_proj, StoredLinear):
+        assert isinstance(own.lm_head, StoredLinear) and isinstance(own.model.embed_tokens, StoredEmbedding)
+    found = logits(bound, [3, 4, 5, 40])
+    assert found.shape == (4, min(size, 64)) and bound.runner.vocab_size == min(size, 64)
+    torch.testing.assert_close(found, logits(load(small, device="cpu").model, [3, 4, 5, 40])[:, :64])
+    assert logits(bound, [63, 3]).isfinite().all()  # an id that one of the small models never had
+    results = Speculator("small-lm", target=model, draft=small).generate(PROMPTS, max_new_tokens=12)
+    expected = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=12)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    true = by_transformers(written, [3, 4, 5, 40])[:, :64]
+    torch.testing.assert_close(by_transformers(own, [3, 4, 5, 40]), true, rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_no_draft_is_named(tmp_path):
+    file, sound = tmp_path / "missing.gguf", tmp_path / "small.gguf"
+    write_gguf(sound, layers=1)
+    for content in (None, b"not a model", sound.read_bytes()[:2000]):
+        if content is not None:
+            file.write_bytes(content)
+        for name in ("small-lm", None):
+            with pytest.raises(CheckpointError):
+                Speculator(name, target=tiny_model(), draft=file)
+    with pytest.raises(CheckpointError, match="small-lm"):
+        Speculator("longspec", target=tiny_model(), draft=sound)
+    write_gguf(file, rope={"scaling.type": "longrope"})
+    with pytest.raises(CapabilityError):
+        Speculator("small-lm", target=tiny_model(), draft=file)

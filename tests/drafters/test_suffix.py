@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft import Speculator
-from longdraft.drafters.shared.suffix_matches import RequestHistory
 from longdraft.drafters.suffix import MIN_PATH_PROBABILITY, SuffixDrafter, mixed_match_probabilities
 from longdraft.engine.sequence import Sequence
 from longdraft.planning.acceptance import OnlinePlattScaler
@@ -141,34 +140,7 @@ def test_a_text_that_grows_is_drafted_as_one_read_at_once(prompt, rounds):
     assert paths(proposal(grown, s)) == paths(proposal(at_once, now))
 
 
-def test_sequences_do_not_see_each_others_text():
-    drafter = SuffixDrafter()
-    one, two = started(drafter, [1, 2, 3, 1], [2]), started(drafter, [4, 5, 6, 1], [2], index=1)
-    trees = drafter.propose([one, two], PLANNED)
-    assert trees[0].num_draft_tokens > 0 and trees[1].num_draft_tokens == 0
-    drafter.release(one)
-    assert proposal(drafter, two).num_draft_tokens == 0
-    assert proposal(drafter, started(drafter, [4, 1], [2], index=2)).num_draft_tokens == 0
-
-
 # --- earlier requests ---
-
-
-def test_earlier_requests_are_looked_up_when_asked_for():
-    drafter = SuffixDrafter(branches=1, earlier=100)
-    s = started(drafter, [1, 2], [3, 4, 5])
-    assert proposal(drafter, s).num_draft_tokens == 0
-    drafter.release(s)
-    later = started(drafter, [9, 1, 2], [3], index=1)
-    assert proposal(drafter, later).tokens == (3, 4, 5)
-
-
-@given(st.integers(2, 60), st.lists(small_texts, max_size=8))
-def test_what_is_kept_is_bounded(most, outputs):
-    drafter = SuffixDrafter(earlier=most)
-    for i, output in enumerate(outputs):
-        drafter.release(started(drafter, [5, 6], [1, *output], index=i))
-    assert isinstance(drafter.earlier, RequestHistory) and len(drafter.earlier.index.token_ids) <= most
 
 
 @pytest.mark.parametrize("method", ["suffix", "prompt-lookup"])

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.drafters.shared.suffix_matches import (
-    MAX_MATCHES,
     SEPARATOR,
     OccurrenceIndex,
     RequestHistory,
@@ -65,15 +64,6 @@ def test_occurrences_are_the_latest_ones(text, token, most):
     assert index_of(text).occurrences(token, most) == found[:most]
 
 
-@given(small_texts, st.integers(0, 40), small_texts)
-def test_dropped_tokens_are_gone(text, count, then):
-    index = index_of(text)
-    index.drop_first(min(count, len(text)))
-    for token in then:
-        index.append(token)
-    assert state(index) == state(index_of(text[count:] + then))
-
-
 # --- matches ---
 
 
@@ -103,18 +93,13 @@ def test_matches_in_a_store_do_not_go_across_its_texts(texts, text):
     assert matches.lengths == search(text, store, len(store))
 
 
-def test_a_long_match_goes_on_behind_a_token_that_differs():
+def test_a_long_match_goes_on_behind_a_token_that_differs_but_not_behind_its_texts_end():
     text = [1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4]
-    matches = followed([*text, 9], min_resume_length=4)
-    assert matches.lengths == {5: 1}
-    assert followed([*text, 9, 6], min_resume_length=4).lengths == {6: 2}
-    assert followed([*text, 9], min_resume_length=5).lengths == {}
-
-
-def test_a_text_is_not_resumed_behind_its_end():
+    for more, least, lengths in (([9], 4, {5: 1}), ([9, 6], 4, {6: 2}), ([9], 5, {})):
+        assert followed([*text, *more], min_resume_length=least).lengths == lengths
     earlier = RequestHistory(100)
-    for text in ([1, 2, 3, 4], [5, 6]):
-        earlier.add(text)
+    for stored in ([1, 2, 3, 4], [5, 6]):
+        earlier.add(stored)
     matches = SuffixMatches(earlier.index, 8)
     for token in (1, 2, 3, 4, 9):
         matches.advance(token)
@@ -137,7 +122,3 @@ def test_the_oldest_texts_go_first_and_leave_nothing(most, texts):
             break
         kept = ended + kept
     assert state(earlier.index) == state(index_of(kept))
-
-
-def test_a_token_costs_the_same_in_a_text_that_repeats_for_ever():
-    assert len(followed([1] * 5000, MAX_MATCHES, 64, 4).lengths) <= 2 * MAX_MATCHES

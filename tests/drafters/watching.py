@@ -22,12 +22,14 @@ class Watching(Drafter):
         limit: the node limit of every proposal; None for the engine's.
         text_of: the tokens that are kept with a tree, by default the text.
         proposed: (tokens, tokens that may still come, tree) of every proposal.
+        calls: how often trees were proposed, for all sequences of a batch together.
     """
 
     inner: Drafter
     limit: NodeLimit | None = None
     text_of: Callable[[Sequence], list[int]] = lambda s: s.tokens
     proposed: list[tuple[list[int], int, TokenTree]] = field(default_factory=list)
+    calls: int = 0
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -38,6 +40,7 @@ class Watching(Drafter):
 
     def propose(self, sequences, limit=None):
         trees = self.inner.propose(sequences, self.limit or limit)
+        self.calls += 1
         self.proposed += [(self.text_of(s), s.remaining, tree) for s, tree in zip(sequences, trees, strict=True)]
         return trees
 

@@ -118,9 +118,6 @@ def test_maxima_of_a_batch_give_the_tokens_of_each_tree():
         sample_target_tokens(nodes, maxima=maxima)
 
 
-# --- sampled ---
-
-
 # --- stopping, and who is called how often ---
 
 

@@ -7,7 +7,6 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from longdraft import Sampling
-from longdraft.engine.sampler import Sampler
 from tests.support.tiny import tiny_model
 
 SETTINGS = {
@@ -52,15 +51,6 @@ def test_a_penalty_window_is_transformers_penalty_on_the_last_tokens(window):
     (mine,) = Sampling(repetition_penalty=1.3, repetition_window=window).processors()
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(text[:, -window:], scores)
     assert torch.equal(mine(text, scores.clone()), theirs)
-
-
-def test_a_nodes_own_path_decides_what_is_penalised():
-    """The window moves along the path: tokens that leave it are not penalized any more."""
-    sampler = Sampler(True, Sampling(repetition_penalty=2.0, repetition_window=2).processors())
-    logits = torch.tensor([1.0, 1.5, 0.9])
-    assert sampler.sample(torch.tensor([1, 0, 0]), logits) == 1
-    assert sampler.sample(torch.tensor([0, 0, 1]), logits) == 2
-    assert sampler.sample(torch.tensor([1, 2, 2]), logits) == 1
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 8.0])

@@ -43,14 +43,3 @@ def test_nodes_after_a_rejected_one_are_not_counted():
     assert one.agreement_rate == other.agreement_rate < 0.5
     other.observe(TokenTree((7,), (-1,)), [3])
     assert one.agreement_rate == other.agreement_rate
-
-
-def test_an_accepted_token_of_probability_zero_is_no_evidence_for_a_rate_of_zero():
-    calibrator = AcceptanceCalibrator(0.0)
-    calibrator.observe(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])
-    assert calibrator.agreement_rate == 0.0
-    calibrator = AcceptanceCalibrator(0.5)
-    calibrator.observe(TokenTree((7, 1), (-1, 0), (0.0, -1e9)), [1])  # a calibrated probability is at least the rate
-    assert calibrator.agreement_rate == pytest.approx(
-        (AcceptanceCalibrator.PRIOR_WEIGHT * 0.5 + 1) / (AcceptanceCalibrator.PRIOR_WEIGHT + 1)
-    )

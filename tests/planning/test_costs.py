@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longdraft.model.runner import TargetRunner
@@ -20,53 +20,36 @@ from tests.support.tiny import tiny_model
 TABLE = CostTable((0, 1000), (1, 2, 8), ((1.0, 1.5, 3.0), (2.0, 3.0, 9.0)))
 
 
-def test_it_is_linear_between_what_was_measured_and_beyond():
+@example([0.1] * 3 + [10.0] * 3, 1.0, 0.0)
+@given(st.lists(st.floats(0.1, 10), min_size=6, max_size=6), st.floats(1, 100), st.floats(0, 10_000))
+def test_it_is_linear_between_what_was_measured_and_beyond_and_nothing_is_free(seconds, rows, length):
     assert TABLE.seconds_at(1, 0) == 1.0 and TABLE.seconds_at(8, 1000) == 9.0
     assert TABLE.seconds_at(5, 0) == pytest.approx(2.25)
     assert TABLE.seconds_at(1, 500) == pytest.approx(1.5) and TABLE.seconds_at(2, 2000) == pytest.approx(4.5)
     assert TABLE.seconds_at(14, 0) == pytest.approx(4.5)
-
-
-@given(
-    st.lists(st.floats(0.1, 10), min_size=6, max_size=6),
-    st.floats(1, 100),
-    st.floats(0, 10_000),
-)
-def test_no_text_and_no_tree_is_free(seconds, rows, length):
     table = CostTable((64, 2048), (1, 2, 8), (tuple(seconds[:3]), tuple(seconds[3:])))
     assert table.seconds_at(rows, length) > 0
 
 
 def test_a_batch_reads_the_weights_once_and_each_text_once():
-    # Three sequences, two rows each: weights for six rows; each text's own share.
-    drafted_cost = (TABLE.seconds_at(2, 1000) - TABLE.seconds_at(2, 0)) + (
-        TABLE.seconds_at(2, 500) - TABLE.seconds_at(2, 0)
-    )
-    assert CostModel(TABLE).forward_seconds(2, [1000, 0, 500]) == pytest.approx(TABLE.seconds_at(6, 0) + drafted_cost)
+    """Three sequences, two rows each: weights for six rows; each text's own share."""
+    own = sum(TABLE.seconds_at(2, length) - TABLE.seconds_at(2, 0) for length in (1000, 500))
+    assert CostModel(TABLE).forward_seconds(2, [1000, 0, 500]) == pytest.approx(TABLE.seconds_at(6, 0) + own)
 
 
-def test_it_follows_a_machine_that_slows_down():
+def test_it_follows_a_machine_that_slows_down_and_one_odd_round_moves_little():
     seen = CostModel(TABLE)
+    seen.observe(1, [0], 1000.0)
+    assert seen.forward_seconds(1, [0]) < 1.5
     for _ in range(60):
         seen.observe(1, [0], 3.0)
     assert seen.forward_seconds(1, [0]) == pytest.approx(3.0, rel=0.02)
     # Rounds of other sizes are expected to be slower too, though less surely.
     assert seen.forward_seconds(2, [0]) > 2.0
-
-
-def test_one_odd_round_moves_little():
-    seen = CostModel(TABLE)
-    seen.observe(1, [0], 1000.0)
-    assert seen.forward_seconds(1, [0]) < 1.5
-
-
-def test_a_table_that_is_off_for_one_size_is_put_right_there():
-    seen = CostModel(TABLE)
-    for _ in range(200):
+    for _ in range(200):  # a table that is off for one size is put right there
         seen.observe(1, [0], 1.0)
         seen.observe(2, [0], 3.0)
-    assert seen.forward_seconds(1, [0]) == pytest.approx(1.0, rel=0.05)
-    assert seen.forward_seconds(2, [0]) == pytest.approx(3.0, rel=0.05)
+    assert [seen.forward_seconds(n, [0]) for n in (1, 2)] == pytest.approx([1.0, 3.0], rel=0.05)
 
 
 def test_a_batch_is_reckoned_until_it_was_seen():
@@ -85,29 +68,16 @@ def test_a_batch_is_reckoned_until_it_was_seen():
 # --- measuring ---
 
 
-class Said:
-    """Lines of progress, each once."""
-
-    def __init__(self):
-        self.lines: list[str] = []
-
-    def __call__(self, what):
-        self.lines += [what] * (what not in self.lines)
-
-
 @pytest.fixture
 def runner():
     return TargetRunner(tiny_model(context=256))
 
 
-def test_a_table_of_a_model(runner):
+def test_a_table_rises_with_rows_and_with_text(runner):
+    """Of a model, and whatever other work does to single forwards."""
     table = measure(runner, kv_lens=(16, 64, 4096), num_tokens=(1, 2, 4))
     assert table is not None and table.lengths == (16, 64, 252) and table.rows == (1, 2, 4)
-    assert all(list(s) == sorted(s) and s[0] > 0 for s in table.seconds)
-
-
-def test_noise_makes_nothing_cheaper_than_less_of_it(runner):
-    """Whatever other work does to single forwards, the table rises with rows and with text."""
+    assert all(s[0] > 0 for s in table.seconds)
     times = iter(random.Random(0).choices([1.0, 5.0, 20.0], k=1000))
     table = measure(runner, kv_lens=(16, 32, 64), num_tokens=(1, 2, 4), time_forward=lambda *_: next(times))
     assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
@@ -130,45 +100,33 @@ def test_measuring_ends_in_time(runner, each, monkeypatch):
     assert table.seconds_at(8, 16) == pytest.approx(each * 3)  # also where eight rows were not measured
 
 
-@pytest.mark.parametrize(("each", "times"), [(0.05, 2), (0.1, 1)])
-def test_long_forwards_are_not_repeated(runner, each, times, monkeypatch):
-    now, sizes = [0.0], []
-
-    def slow(runner, store, rows):
-        sizes.append(rows)
-        now[0] += each * (1 + rows / 4)
-        return each * (1 + rows / 4)
-
-    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    table = measure(runner, (16, 32), (1, 2, 4, 8, 16), time_forward=slow)
-    assert table is not None and table.lengths == (16, 32) and sizes == [1, 2, 4, 8, 16] * times * 2
-
-
 def test_without_memory_there_is_no_table(runner, tmp_path, free_memory):
     free_memory(0)
     assert measure(runner) is None
     assert load_or_measure(runner, tmp_path) is None
 
 
+def measurements(runner, folder) -> int:
+    """How often a table is measured when it is asked for."""
+    measured: list[CostTable] = []
+    load_or_measure(runner, folder, measure_with=lambda *_, **__: measured.append(TABLE) or TABLE)
+    return len(measured)
+
+
 def test_it_is_measured_once(runner, tmp_path):
-    said = Said()
-    table = load_or_measure(runner, tmp_path, said)
-    assert len(said.lines) == 1 and "Measuring" in said.lines[0]
+    told: list[str] = []
+    table = load_or_measure(runner, tmp_path, told.append)
+    assert {*told} and all("Measuring" in line for line in told)
     again = TargetRunner(runner.model)
-    assert load_or_measure(again, tmp_path, said) == table and len(said.lines) == 1
-    other, moved = Said(), Said()
-    load_or_measure(TargetRunner(tiny_model(context=256, seed=1)), tmp_path, other)
+    assert measurements(again, tmp_path) == 0 and load_or_measure(again, tmp_path) == table
+    assert measurements(TargetRunner(tiny_model(context=256, seed=1)), tmp_path) == 1
     torch.set_num_threads(2)  # which is as another machine
-    load_or_measure(again, tmp_path, moved)
-    assert len(other.lines) == len(moved.lines) == 1
+    assert measurements(again, tmp_path) == 1
 
 
-@pytest.mark.skipif(
-    len(supported_levels()) < 2, reason="kernels of two instruction sets run only on a processor that has both"
-)
+@pytest.mark.skipif(len(supported_levels()) < 2, reason="a processor of one instruction set")
 def test_other_kernels_are_measured_anew(runner, tmp_path, monkeypatch):
-    said = Said()
     for level in supported_levels()[-2:]:
         monkeypatch.setattr(library, "load_result", [(library.Kernels(load_library(level), level), None)])
-        load_or_measure(runner, tmp_path, said, measure_with=lambda *_, **__: TABLE)
+        measurements(runner, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2

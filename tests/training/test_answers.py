@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from longdraft.cli.main import main
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from longdraft.training import answers
 from longdraft.training.answers import AnswerFile, AnswerPrompt, generate_answers
@@ -132,6 +131,8 @@ def test_a_server_that_breaks_off(stub, tmp_path, fault, said):
         run(stub, tmp_path / "a.jsonl")
     have = len(rows_of(tmp_path / "a.jsonl"))
     assert 1 <= have <= 5 and "continues from there" in str(caught.value)
+    with pytest.raises(CapabilityError, match="cannot be reached"):
+        run({"url": "http://127.0.0.1:9"}, tmp_path / "b.jsonl")
 
 
 def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
@@ -141,32 +142,3 @@ def test_prompts_that_a_server_refuses(stub, tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "MAX_REFUSALS", 2)
     with pytest.raises(PromptError, match="no such thing"):
         run(stub, tmp_path / "b.jsonl")
-
-
-def test_no_server(tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "RETRIES", 0)
-    with pytest.raises(CapabilityError, match="cannot be reached"):
-        run({"url": "http://127.0.0.1:9"}, tmp_path / "a.jsonl")
-
-
-def test_the_command(stub, tmp_path, capsys):
-    """Seeds have different passages; no target is loaded."""
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"the rain in spain {name} " * 30}) + "\n")
-    asked = []
-    for seed in (1, 2):
-        out = tmp_path / f"{seed}.out.jsonl"
-        words = [
-            "train", "data", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--out", out, "--url", stub["url"], "--seed",
-            seed, "--rows", 12, "--per-passage", 3, "--json",
-        ]  # fmt: skip
-        assert main([*map(str, words)]) == 0
-        ended = capsys.readouterr()
-        found = json.loads(ended.out.splitlines()[-1])
-        assert found["rows"] == 12 and found["tokens"] == found["usage"][1]
-        assert {row["source"] for row in rows_of(out)} <= {f"{tmp_path}/{name}.jsonl" for name in "ab"}
-        assert "tokens/s" in ended.err and "hours for a million" in ended.err
-        asked.append({row["messages"][0]["content"] for row in rows_of(out)})
-    assert len(asked[0] & asked[1]) < 6
-    for wrong in (["--part", "1/2"], ["--price", "1,2"], ["--kind", "repeats"], ["--kind", "tokens"], ["--dtype", "a"]):
-        assert main([*map(str, words), *wrong]) == 2

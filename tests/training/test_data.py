@@ -51,15 +51,6 @@ def test_packed_files(tmp_path, name, opener):
         read(cut)
 
 
-def test_chats_that_cannot_be_used(tmp_path):
-    path, skipped = tmp_path / "rows.jsonl", SkipCounts()
-    rows = [{"messages": []}, {"messages": [{"role": "user", "content": "hi"}]}, {"messages": "hi"}, {"text": 3},
-            {"tokens": [1, 2], "start": 2}, {"tokens": "no"}, {"tokens": [5]}]  # fmt: skip
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert read(path, skipped=skipped) == []
-    assert skipped.total() == len(rows)
-
-
 def collect(found, skipped=None, kind=RunConfig, **over):
     settings = kind(**({"max_length": 20, "min_length": 4, "held_out": 0.3} | over))
     learned, held_out = dataset.split_dataset(
@@ -94,13 +85,6 @@ def test_the_end_of_what_is_too_long():
     assert sorted((d.start, d.token_ids) for d in cut) == sorted((32 - (10 + 40 - i - 20), p.token_ids[-20:])
                                                               for i, p in enumerate(prompts))  # fmt: skip
     assert Document(list(range(110, 130)), 1) in everything
-    # One passage, different ends of the prompt: all on one side, as where nothing is cut.
-    same = [Document([*range(60), i, *range(30)], 61) for i in range(12)]
-    for seed in range(5):
-        moved = [Document([t + seed for t in d.token_ids], d.start) for d in same]
-        others = [Document(list(range(i, i + 20))) for i in range(100, 120)]
-        found = collect([*moved, *others], kind=LmConfig, learn_prompts=False, max_length=32, held_out=0.5)
-        assert sum(len(d.token_ids) == 32 for d in found.learned) in (0, 12)
 
 
 def test_the_vocabulary():

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longdraft import Speculator, load
-from longdraft.drafters.eagle import EagleBlock, EagleDraft
+from longdraft.drafters.eagle import EagleBlock
 from longdraft.drafts.eagle_formats import EagleShape
-from longdraft.errors import ConfigError
 from longdraft.model.model_parts import norm_before_head
 from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
@@ -18,7 +16,7 @@ from longdraft.training.documents import Document
 from longdraft.training.eagle import EagleTrainer
 from longdraft.training.features import FeatureReader
 from tests.support.tiny import tiny_model
-from tests.training.helpers import begun, checkpoint_tensors, masked_attention, same, steps
+from tests.training.helpers import masked_attention
 from tests.training.trainers import filled
 
 
@@ -67,30 +65,3 @@ def test_noise_depends_on_the_documents_number_alone(runner):
     torch.testing.assert_close(trainer([document, document], [5, 6]).loss, alone + again)
     trainer.eval()
     assert trainer([document], [5]).loss == trainer([document], [6]).loss
-
-
-@pytest.mark.slow
-def test_a_run_learns_resumes_and_leaves_a_draft(config, target, tmp_path):
-    whole = steps(config("eagle", out=tmp_path / "whole", epochs=2.0))
-    assert whole[-1].loss < 0.9 * whole[0].loss and whole[-1].simulated.chain > 1
-    seen = []
-    for report in begun(config("eagle", epochs=2.0), lambda *what: None, lambda: len(seen) == 4):
-        seen.append(report.step)
-    assert steps(config("eagle", epochs=2.0))[0].step == 5
-    last = whole[-1].step
-    assert same(checkpoint_tensors(tmp_path / "whole", last), checkpoint_tensors(tmp_path / "run", last))
-    draft = EagleDraft.load(tmp_path / "run" / "last")
-    assert (draft.configured_layers, draft.trained_length, draft.layout) == ((2,), 64, "longdraft")
-    model = load(str(target)).model
-    one, two = (
-        Speculator(method, target=model, **given).generate([[7, 8, 9]], max_new_tokens=20)[0]
-        for method, given in (("ar", {}), ("eagle", {"draft": draft}))
-    )
-    assert one.token_ids == two.token_ids
-    again = config("eagle", out=tmp_path / "again", init=str(tmp_path / "run" / "last"), max_steps=2)
-    assert [r.steps for r in steps(again)] == [2, 2]
-
-
-def test_it_has_the_targets_vocabulary(config):
-    with pytest.raises(ConfigError, match="vocabulary"):
-        config("eagle", vocabulary=40)

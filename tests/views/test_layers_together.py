@@ -7,14 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longdraft import Speculator
 from longdraft.memory.store import KVShape, KVStore
-from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.views.scorers import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import View
-from tests.support.simulated_gpu import DEVICE, SimulatedGraphs, SimulatedTensor, simulate_gpu, to_simulated_gpu
-from tests.support.tiny import tiny_model
+from tests.support.simulated_gpu import DEVICE, SimulatedTensor, simulate_gpu
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32)
 CHOOSING = [name for name, scorer in SCORERS.items() if scorer is not None]
@@ -59,23 +56,3 @@ def test_grouped_layers_select_the_same_with_fewer_launches(scorer, shared, monk
         own = [x[:, 1, :, :size] for x in (alone.store.keys, alone.store.values)]
         assert alone.store.lengths[1] == size and all(map(torch.equal, rows, own))
     assert launches[0] == launches[1]
-
-
-def refreshes(monkeypatch: pytest.MonkeyPatch, layers: int) -> int:
-    """Most launches of a captured reselection."""
-    sizes = {"budget": 64, "sink": 16, "recent": 16, "block": 8, "margin": 4}
-    with simulate_gpu(monkeypatch) as found:
-        spec = Speculator("specpv", target=to_simulated_gpu(tiny_model(layers=layers)), plan="fixed", **sizes)
-        spec.runner().graphs = CudaGraphs(SimulatedGraphs(found), uses_before_capture=0)
-        launches: list[int] = []
-        for run in range(2):  # in the second one everything is recorded
-            for step in spec.stream([[3, 9, 4, 7, 2, 5] * 20], max_new_tokens=8, eos_token_ids=[]):
-                if run and step.mode == "refresh":
-                    launches.append(found.launches)
-                if step.seconds:
-                    found.launches = 0
-    return max(launches)
-
-
-def test_a_reselection_of_many_layers_takes_few_launches(monkeypatch):
-    assert refreshes(monkeypatch, 2) == refreshes(monkeypatch, 3) < 60

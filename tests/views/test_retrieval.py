@@ -78,15 +78,8 @@ def test_chunks_are_scored_at_the_interval():
     version = retrieval.selection_version(0)
     look(retrieval, store, 0, query)
     assert retrieval.selection_version(0) == version
-
-
-def test_a_reset_always_changes_the_version():
-    store, retrieval, seen = filled(80), make_retrieval(**SMALL), list[int]()
-    for _ in range(3):
-        look(retrieval, store, 0, peaked(store, 0, 3))
-        seen.append(retrieval.selection_version(0))
-        retrieval.reset(0)
-    assert len(set(seen)) == 3
+    retrieval.reset(0)  # another text in the slot
+    assert retrieval.selection_version(0) > version and retrieval.selected_chunks(0) is None
 
 
 # --- properties ---
@@ -133,9 +126,6 @@ def test_kv_indices_are_ascending_and_within_the_context(given_sizes, length, ev
 @pytest.mark.parametrize(
     ("made", "word"),
     [
-        (lambda: make_retrieval(sink=40), "sink must be a multiple of chunk"),
-        (lambda: make_retrieval(recent=100), "recent must be a multiple of chunk"),
-        (lambda: make_retrieval(chunks=4), "at least sink \\+ recent"),
         (lambda: RetrievalOptions(chunks=3, refresh=2).build(object()), "retrieval=True"),
         (lambda: make_retrieval(**SMALL, layer=30).scoring_layers(30), "30"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,21 +48,3 @@ def test_sink_window_and_whole_chunks_between(
             assert inner == list(range(start - len(inner), start))  # the latest
     if length <= view.sink + view.window or (length <= view.size and chosen % chunk == 0 and scorer != "streaming"):
         assert rows[0].tolist() == list(range(length))
-
-
-@pytest.mark.parametrize(
-    ("over", "says"),
-    [
-        *(
-            ({"sink": 3}, "sink.* got 3"),
-            ({"sink": -2}, "sink"),
-            ({"window": 0}, "window"),
-            ({"chunk_size": 0}, "chunk"),
-        ),
-        *(({"num_selected": True}, "num_selected"), ({"max_new": 2.0}, "max_new")),
-    ],
-    ids=str,
-)
-def test_sizes_that_make_no_view(over, says):
-    with pytest.raises(ValueError, match=says):
-        View(**{"scorer": "quest", "num_selected": 8, "sink": 4, "window": 3, "chunk_size": 2} | over)
