@@ -1,12 +1,11 @@
-"""Interfaces of drafters and planners. :mod:`longdraft.planning` implements the planner."""
+"""The interface of drafters, and what they tell an engine and its planner."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf  # ``Sequence`` is the engine's class
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
@@ -113,30 +112,3 @@ class Drafter(ABC):
 def delegate_to(inner_drafter: str, attribute: str) -> Any:
     """Makes a property that reads ``self.<inner_drafter>.<attribute>``, for a drafter that contains another drafter."""
     return property(lambda drafter: getattr(getattr(drafter, inner_drafter), attribute))
-
-
-class Plan(Protocol):
-    """Plans the rounds of one run of an engine: limits drafting, prunes the trees, and learns from the results."""
-
-    def node_limit(self, sequences: SequenceOf[Sequence], kv_lens: SequenceOf[int]) -> NodeLimit:
-        """Returns the bounds of this round's trees. ``kv_lens``: number of KV entries read to verify each sequence."""
-
-    def prune(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """Returns the trees without the nodes that are not worth verifying."""
-
-    def observe(
-        self,
-        round_results: SequenceOf[RoundResult],
-        num_draft_forwards: int,
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
-        """Learns from a round: the result of each sequence, the number of draft forwards, the wall time of drafting,
-        and the wall time of the rest of the round."""
-
-
-class Planner(Protocol):
-    """Makes a plan for each run of an engine."""
-
-    def start(self, drafter: Drafter) -> Plan:
-        """Returns a plan for a run that drafts with ``drafter``."""
