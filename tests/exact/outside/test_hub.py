@@ -37,7 +37,8 @@ class Hub(BaseHTTPRequestHandler):
             files = [{"rfilename": n, "type": "file", "path": n, "size": len(x), "oid": n}
                      for n, x in self.repositories[name].items()]  # fmt: skip
             return self.reply(files if "/tree/" in path else {"id": name, "sha": COMMIT, "siblings": files})
-        name, _, file = path.partition(f"/resolve/{COMMIT}/")
+        # transformers asks for the branch where it could not resolve it to a commit first.
+        name, _, file = path.replace("/resolve/main/", f"/resolve/{COMMIT}/").partition(f"/resolve/{COMMIT}/")
         if file not in self.repositories.get(name, ()):
             return self.reply({"error": "not found"}, 404, {"X-Error-Code": "EntryNotFound"})
         return self.reply(self.repositories[name][file], 200, {"ETag": f'"{file}"', "X-Repo-Commit": COMMIT})
