@@ -91,3 +91,17 @@ def test_sizes_that_were_not_given():
     ):  # fmt: skip
         view = SelfOptions(**dict(zip(names, options, strict=True))).make_view()
         assert (view.size, view.sink, view.window) == sizes
+
+
+def test_a_draft_that_was_given_up_costs_no_queries(forwards):
+    """A planner to which a second token costs as much as a step gives a draft up. Then the view needs no queries."""
+    options = {"budget": 64, "window": 16, "lookup": True}
+    prompt = [[i % 11 for i in range(200)]]
+    queries = {}
+    for plan in ("fixed", {1: 1.0, 8: 8.0}):
+        forwards.clear()
+        spec = Speculator("self", target=tiny_model(context=512), plan=plan, **options)
+        spec.generate(prompt, max_new_tokens=12, eos_token_ids=[])
+        verified = [f for f in forwards if not f.prompt and f.taps is not None and f.context_length == 512]
+        queries[str(plan)] = [bool(f.taps.queries) for f in verified]
+    assert all(queries["fixed"]) and queries["{1: 1.0, 8: 8.0}"][-6:] == [False] * 6

@@ -166,6 +166,7 @@ class SelfDrafter(TreeDrafter):
         acceptance = BASE_ACCEPTANCE + ACCEPTANCE_PER_DOUBLING * log2(max(1.0, self.view.size / DEFAULT_BUDGET))
         self.prior_acceptance = FULL_ACCEPTANCE if view == "all" else min(acceptance, MAX_ACCEPTANCE)
         self._calibrators: dict[int, AcceptanceCalibrator] = {}  # by sequence index
+        self._slots_without_queries: set[int] = set()  # slots whose last round had no queries
         self.fused_lm: FusedLM | None = None
         self.max_verified_tokens = 0  # most tokens of one :meth:`verify`; set by the drafter that calls it
 
@@ -182,10 +183,9 @@ class SelfDrafter(TreeDrafter):
         layers = range(runner.kv_shape.layers if num_queries else 0)
         return DraftNeeds(query_layers=tuple(layers), num_prompt_queries=max(1, num_queries), views=views)
 
-    def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """Returns False while the views hold the full contexts, because then nothing has to be selected."""
-        # With CUDA graphs always True: queries cost nothing there, but a forward without queries needs another graph.
-        return self.runner.graphs.enabled or any(s.length + MIN_NEW_TOKENS > self.view.size for s in sequences)
+    def needs_queries(self, sequences: list[Sequence], has_drafted: bool) -> bool:
+        """Returns False in rounds without a draft, and while nothing is selected: the views hold the full contexts."""
+        return has_drafted and any(s.length + MIN_NEW_TOKENS > self.view.size for s in sequences)
 
     def bind(self, runner: TargetRunner, store: KVStore, feature_layers: tuple[int, ...] = ()) -> None:
         self.runner, features = runner, feature_layers or store.feature_layers
@@ -234,6 +234,11 @@ class SelfDrafter(TreeDrafter):
             self._reset(slot)
         if self.view.num_queries and round_result.queries:
             self.timer.add_queries(slot, round_result.queries)
+            if slot in self._slots_without_queries:  # the view was selected before the rounds without a draft
+                self.timer.expire(slot)
+                self._slots_without_queries.remove(slot)
+        else:
+            self._slots_without_queries.add(slot)
         if round_result.kv_rewritten_from is not None:
             self.cache.invalidate(slot, round_result.kv_rewritten_from)
         if round_result.is_prefill:  # fills the view now, so that the first round takes no longer than later ones
@@ -262,3 +267,4 @@ class SelfDrafter(TreeDrafter):
     def _reset(self, slot: int) -> None:
         self.cache.invalidate(slot)
         self.timer.reset(slot)
+        self._slots_without_queries.discard(slot)

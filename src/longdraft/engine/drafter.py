@@ -80,8 +80,9 @@ class Drafter(ABC):
         the user chose another tree shape. Returns True if all trees are chains from now on."""
         return False
 
-    def needs_queries(self, sequences: list[Sequence]) -> bool:
-        """Returns True if the drafter needs queries in the next result of any of ``sequences``."""
+    def needs_queries(self, sequences: list[Sequence], has_drafted: bool) -> bool:
+        """Returns True if the drafter needs queries in the next result of any of ``sequences``. ``has_drafted``: False
+        if a planner let this round go without a draft forward. Queries cost time, also where drafting was given up."""
         return True
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:  # noqa: B027

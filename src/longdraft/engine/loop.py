@@ -73,12 +73,12 @@ class Engine:
         plan = self._plan_round(batch)
         trees = self._draft(batch, plan)
         draft_seconds = time.perf_counter() - start
-        outputs = self._verify(batch, trees)
+        num_forwards = self.drafter.forwards - num_forwards_before
+        outputs = self._verify(batch, trees, has_drafted=plan is None or num_forwards > 0)
         paths = self._accept(outputs)
         round_results = self._commit(outputs, paths)
         seconds = time.perf_counter() - start
         if plan is not None:
-            num_forwards = self.drafter.forwards - num_forwards_before
             plan.observe(round_results, num_forwards, draft_seconds, seconds - draft_seconds)
         # Only the first step has the round's seconds, because callers add up the seconds of all steps.
         return [make_step(round_result, 0.0 if i else seconds) for i, round_result in enumerate(round_results)]
@@ -106,9 +106,11 @@ class Engine:
                 trees = [tree.keep_best(fixed_rows - 1) for tree in trees]
         return trees if plan is None else plan.prune(trees)
 
-    def _verify(self, batch: list[Sequence], trees: list[TokenTree]) -> list[VerifyOutput]:
+    def _verify(self, batch: list[Sequence], trees: list[TokenTree], has_drafted: bool) -> list[VerifyOutput]:
         """Computes the target's logits at the nodes of each sequence's tree, usually in one forward."""
-        query_layers = self._query_layers if self.drafter.needs_queries(batch) else ()
+        # With CUDA graphs queries cost nothing, but a forward without queries needs another graph.
+        needs_queries = self.runner.graphs.enabled or self.drafter.needs_queries(batch, has_drafted)
+        query_layers = self._query_layers if needs_queries else ()
         with profiled(self.runner.profiler, "forward"):
             return self.verifier.verify(batch, trees, query_layers)
 

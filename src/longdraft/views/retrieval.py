@@ -51,6 +51,10 @@ class ReselectionTimer:
         """Returns True if ``interval`` verifications have passed since the last selection."""
         return 0 < self.interval <= self._num_verifications[slot]
 
+    def expire(self, slot: int) -> None:
+        """Ends the interval, unless chunks are selected only once."""
+        self._num_verifications[slot] = self.interval
+
     def restart(self, slot: int) -> None:
         """Begins a new interval after a selection. Keeps the queries."""
         self._num_verifications[slot] = 0

@@ -9,6 +9,7 @@ from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.draft import Draft
 from longdraft.engine.drafter import DraftNeeds
 from longdraft.engine.round_result import RoundResult
+from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.options import Options, declared, option
@@ -87,6 +88,9 @@ class RetrievalDrafter(TreeDrafter):
             return DraftNeeds()
         view, layers = self.retrieval.view, self.retrieval.scoring_layers(runner.kv_shape.layers)
         return DraftNeeds(query_layers=layers, num_prompt_queries=max(1, view.num_queries), views=(view,))
+
+    def needs_queries(self, sequences: list[Sequence], has_drafted: bool) -> bool:
+        return has_drafted
 
     def update_retrieval(self, store: KVStore, round_result: RoundResult) -> None:
         """Passes a round's queries on to the retrieval."""
