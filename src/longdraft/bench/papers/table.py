@@ -28,8 +28,6 @@ FIGURES = {
     "rest_ms": ("all else, ms a round", "{:.2f}"),
     "round_ms": ("a round, timed without the profiler, ms", "{:.2f}"),
     "prefill_s": ("prefill, seconds", "{:.2f}"),
-    "draft_forward_ms": ("one forward of the draft, ms", "{:.3f}"),
-    "select_ms": ("one selection of chunks, with the update of the draft's cache, ms", "{:.3f}"),
     "score": ("score of the answers, in per cent", "{:.1f}"),
     "speedup_vs_full": ("speed-up over full verification", "{:.2f}x"),
 }
