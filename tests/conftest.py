@@ -81,7 +81,8 @@ def _fixed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)  # tests of thread counts set their own
     torch.manual_seed(0)
     logging.getLogger("longdraft").filters.clear()  # a server adds one that limits its log
-    monkeypatch.delenv("LONGDRAFT_ATTENTION", raising=False)
+    for name in ("LONGDRAFT_ATTENTION", "LONGDRAFT_PREFILL_ATTENTION", "LONGDRAFT_FUSION"):
+        monkeypatch.delenv(name, raising=False)
     # Drafts must not depend on the machine's load; tests of the planner turn it on.
     monkeypatch.setenv("LONGDRAFT_PLAN", "fixed")
 

@@ -93,7 +93,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     Kind(
         "dflash",
         _drafter("eagle3:Eagle3Drafter"),
-        "published drafts of DFlash and DSpark: a block of tokens from one forward",
+        "published drafts of DFlash, DFlash 2 and DSpark: a block of tokens from one forward",
         f"{_DFLASH}; {_DSPARK}",
         load=_drafter("dflash:DFlashDraft.load"),
     ),

@@ -6,6 +6,7 @@ import pytest
 
 from longdraft import Speculator
 from longdraft.attention import dispatch
+from longdraft.cli.kernel_report import kernel_report
 from tests.support.tiny import tiny_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 4
@@ -44,6 +45,7 @@ def test_a_forced_path_computes_prompts_and_verifications(variables, expected, m
         monkeypatch.setitem(dispatch.PATHS, name, recorded(name, attend))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    assert kernel_report(Speculator("ar", model).runner()).whole == (not variables)
     results = {}
     for method in ("ar", "prompt-lookup"):
         called.clear()

@@ -103,6 +103,18 @@ def test_a_table_of_quality(reproduce, drafts, tmp_path):
     assert found["rows"][0]["published"][0] == {"model": "L-8B", "rouge_l": 56.1, "accepted": 3.53}
 
 
+def test_a_table_of_two_drafts_needs_two(reproduce, drafts, tmp_path):
+    """LongSpec's table 2: each line decodes with its own draft, in the order of --draft."""
+    other = random_draft(tmp_path / "other", tiny_model(context=512), seed=1)
+    ended = reproduce("longspec", "2", "--draft", drafts["longspec"], "--draft", other)
+    found = last(ended)
+    assert ended.code == 0 and len({row["method"] for row in found["rows"]}) == 2
+    assert {row["line"] for row in found["rows"]} == {"w/o Anchor-Offset", "w/ Anchor-Offset"}
+    one = last(reproduce("longspec", "2", "--draft", drafts["longspec"]))
+    assert {row["line"] for row in one["rows"]} == {"w/o Anchor-Offset"}
+    assert any("w/ Anchor-Offset is left out: it needs draft 2" in note for note in one["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

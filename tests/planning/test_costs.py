@@ -113,13 +113,15 @@ def measurements(runner, folder) -> int:
     return len(measured)
 
 
-def test_it_is_measured_once(runner, tmp_path):
+def test_it_is_measured_once(runner, tmp_path, monkeypatch):
     told: list[str] = []
     table = load_or_measure(runner, tmp_path, told.append)
     assert {*told} and all("Measuring" in line for line in told)
     again = TargetRunner(runner.model)
     assert measurements(again, tmp_path) == 0 and load_or_measure(again, tmp_path) == table
     assert measurements(TargetRunner(tiny_model(context=256, seed=1)), tmp_path) == 1
+    monkeypatch.setenv("LONGDRAFT_FUSION", "off")  # the control of a forced path costs more than a user's steps
+    assert measurements(TargetRunner(runner.model), tmp_path) == 1
     torch.set_num_threads(2)  # which is as another machine
     assert measurements(again, tmp_path) == 1
 

@@ -82,7 +82,8 @@ def kernel_report(runner: TargetRunner | None) -> KernelReport:
         return KernelReport(None, reason=reason)
     kernels_attend = runner.can_round_kv and runner.kv_shape.head_dim % HEAD_DIM_MULTIPLE == 0
     kv_dtype_name = _dtype_name(runner.kv_dtype) if kernels_attend else None
-    one_call = execution_model.fused.stack is not None and kernels_attend and runner.offload is None
+    one_call = runner.allows_fusion and execution_model.fused.stack is not None and kernels_attend
+    one_call = one_call and runner.offload is None
     formats = tuple(name for name, _ in weight_counts.most_common())
     return KernelReport(cpu_kernels.level, formats, kv_dtype_name, one_call, arithmetic=runner.arithmetic)
 

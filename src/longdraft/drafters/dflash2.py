@@ -1,4 +1,4 @@
-"""What DFlash 2 adds to DFlash: convolutions over the tokens of a block, and a selector of candidates.
+"""The modules of DFlash 2 that DFlash lacks: convolutions over the tokens of a block, and a selector of candidates.
 
     n' = conv(n, K_0)   around attention and MLP: ``part`` of a layer becomes conv(part(conv(n, K_0)), K_1), with
                         K_i = base_i + P_i n for each token's own n, one kernel for each group of channels

@@ -134,6 +134,7 @@ def can_draft_quantized(runner: TargetRunner) -> bool:
         runner.can_round_kv
         and not runner.kv_is_rounded
         and runner.offload is None
+        and runner.allows_fusion
         and runner.execution_model.fused.stack is not None
     )
 

@@ -17,7 +17,7 @@ from longdraft.views.view import View
 
 @dataclass(frozen=True)
 class DraftNeeds:
-    """What a drafter reads of its target.
+    """The layers, queries and views of its target that a drafter reads.
 
     Attributes:
         feature_layers: layers whose output hidden states the drafter reads from the store's ``features``.
@@ -34,7 +34,7 @@ class DraftNeeds:
 
 @dataclass(frozen=True)
 class SelfDraftCost:
-    """What a planner assumes of a draft that is the target on a part of its KV, before the first draft.
+    """Cost and acceptance of a draft that is the target on a part of its KV, as assumed before the first draft.
 
     Attributes:
         kv_tokens_read: (number of tokens of the context) -> number of KV entries that a draft forward reads.

@@ -58,7 +58,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """What a KV store keeps besides the model's keys and values, and in which layout and dtype.
+    """The layout and the dtype of a KV store, and what it keeps besides the model's keys and values.
 
     Attributes:
         transposed_keys: True stores the keys of a head as a (head_dim, capacity) matrix; only the strides differ. A CPU

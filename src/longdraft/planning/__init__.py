@@ -1,4 +1,4 @@
-"""What the engine's planner plans by: costs measured on this machine, and acceptance learned while decoding.
+"""Costs measured on this machine and acceptance learned while decoding, by which the engine's planner plans.
 
 May import: trees, model.
 """

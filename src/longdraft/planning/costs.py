@@ -275,6 +275,7 @@ def _table_key(runner: TargetRunner) -> dict[str, object]:
         "kv": str(runner.kv_dtype),
         "weights": "woven" if is_repacked(runner.model) else "stored" if has_stored_weights(runner.model) else "floats",
         "attention": str(runner.attention_path),
+        **({} if runner.allows_fusion else {"fusion": "off"}),
         "kernels": native.unavailable_reason() or native.library_name(),
         "device": device_name(runner.device),
         "torch": torch.__version__,

@@ -46,7 +46,7 @@ TABLE_2 = replace(
     title="drafts trained with and without anchor-offset indices",
     models="Llama-3.1-8B (L)",
     lines=(
-        replace(LONGSPEC, name="w/o Anchor-Offset", note="the first --draft of LongSpec"),
+        replace(LONGSPEC, name="w/o Anchor-Offset", note="the first --draft of LongSpec", draft_index=0),
         replace(LONGSPEC, name="w/ Anchor-Offset", note="the second --draft of LongSpec", draft_index=1),
     ),
     columns=COLUMNS[2:3] + COLUMNS[4:],

@@ -127,10 +127,8 @@ TABLE_4 = Table(
 _VIEW_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of a streaming view
 _CHUNK_TOKENS = _RETRIEVAL_ROUNDS = (1, 2, 4, 8, 16, 32, 64, 128)  # rounds from one retrieval to the next
 _NUM_CHUNKS = (2, 4, 8, 16, 32, 64, 128, 256)
-_STREAMING, _RETRIEVAL = (
-    ("68M, streaming", "EAGLE, streaming"),
-    ("68M, retrieval", "EAGLE, retrieval"),
-)  # names of lines
+_STREAMING = ("68M, streaming", "EAGLE, streaming")  # names of lines
+_RETRIEVAL = ("68M, retrieval", "EAGLE, retrieval")
 
 
 def _sweep(name: str, values: tuple[int, ...], line_names: tuple[str, ...], option: str) -> tuple[Column, ...]:

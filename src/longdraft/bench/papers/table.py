@@ -52,7 +52,7 @@ class Line:
     cache_tokens: int | None = None  # in a column that varies ``chunk``, the size of the working cache, which is fixed
     # {an option of a column: the option of this line's method with the same meaning}
     renamed: Mapping[str, str] = field(default_factory=dict)
-    draft_index: int = 0  # which of the user's drafts of the method's kind the line uses, in their order
+    draft_index: int | None = None  # which of the user's drafts of its kind the line needs; None: the first, or ours
 
     @property
     def attention_paths(self) -> tuple[str, str]:

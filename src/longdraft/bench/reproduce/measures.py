@@ -132,7 +132,9 @@ def plan_speed(
 
 def _contender(line: Line, options: Mapping[str, Any]) -> str:
     """Returns the name of a line's contender. Two lines may differ in their drafts alone."""
-    return contender_name(line.method, {**options, **({"draft": line.draft_index} if line.draft_index else {})})
+    return contender_name(
+        line.method, {**options, **({"draft": line.draft_index} if line.draft_index is not None else {})}
+    )
 
 
 def _settings(scaled: ScaledTable, by_contender: Mapping[str, Mapping[str, Any]], temperature: float) -> Settings:
@@ -164,7 +166,7 @@ def _available_cells(
     def reason_of(line: Line, options: Mapping[str, Any]) -> str | None:
         key = line.attention_paths, _contender(line, options)
         if key not in reasons:
-            reasons[key] = refusal(line.method, add_draft(line.method, options, drafts, line.draft_index), runner)
+            reasons[key] = refusal(line, options, drafts, runner)
             shape = runner.kv_shape
             for path in line.attention_paths:
                 if path not in ("", OWN_PATH):

@@ -11,7 +11,7 @@ from longdraft.bench.experiment import Unit
 from longdraft.bench.papers.table import SCALED_OPTIONS, Column, Line, Table
 from longdraft.bench.settings import format_option
 from longdraft.bench.thinking import MAX_TURN_TOKENS
-from longdraft.errors import LongdraftError
+from longdraft.errors import CapabilityError, LongdraftError
 from longdraft.model.runner import TargetRunner
 from longdraft.recipes import recipe_for, resolve
 from longdraft.registry import KINDS, METHODS, kind_of
@@ -158,23 +158,32 @@ def drafts_by_kind(folders: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def add_draft(
-    method: str, options: Mapping[str, Any], drafts: Mapping[str, Sequence[Path]], index: int = 0
+    method: str, options: Mapping[str, Any], drafts: Mapping[str, Sequence[Path]], index: int | None = None
 ) -> dict[str, Any]:
-    """Adds the user's draft to the options, if there is one of the method's kind: the one at ``index``, or the last."""
+    """Adds the user's draft to the options, if there is one of the method's kind: the first, or the one at ``index``.
+
+    Raises:
+        CapabilityError: there is no draft at ``index``.
+    """
     if method not in METHODS:
         return dict(options)
     # The option ``drafter`` names another method, whose draft is needed. A method that needs no draft gets none.
     drafting_method = METHODS[options.get("drafter", method)]
     kind = drafting_method.draft_kind if drafting_method.needs_draft else None
     paths = () if kind is None else drafts.get(kind, ())
-    return {**options, **({"draft": paths[min(index, len(paths) - 1)]} if paths else {})}
+    if index is not None and index >= len(paths):
+        raise CapabilityError(f"it needs draft {index + 1} of kind {kind}: give --draft for each, in this order")
+    return {**options, **({"draft": paths[index or 0]} if paths else {})}
 
 
-def refusal(method: str, options: Mapping[str, Any], runner: TargetRunner) -> str | None:
-    """Returns why a method cannot run on a target, such as a missing draft; None if the method can run."""
+def refusal(
+    line: Line, options: Mapping[str, Any], drafts: Mapping[str, Sequence[Path]], runner: TargetRunner
+) -> str | None:
+    """Returns why a line cannot run on a target, such as a missing draft; None if it can run."""
     try:
-        if method in METHODS:
-            recipe_for(*resolve(method, options), runner)
+        options = add_draft(line.method, options, drafts, line.draft_index)
+        if line.method in METHODS:
+            recipe_for(*resolve(line.method, options), runner)
     except (LongdraftError, ValueError) as error:
         return str(error)
     return None
