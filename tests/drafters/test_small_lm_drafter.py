@@ -74,6 +74,22 @@ def test_the_draft_meets_trained_positions_only(tmp_path, forwards):
         assert 30 < max(f.last for f in forwards if f.context_length == 48) < 48
 
 
+@pytest.mark.parametrize("view", [STREAMING, RETRIEVAL | {"depth": 4}], ids=["streaming", "retrieval"])
+def test_a_prompt_that_is_read_whole_is_seen_whole(tmp_path, forwards, view):
+    """The last piece of the prompt attends to all of it; afterwards the view is as large as ever."""
+    model, folder = tiny_model(vocab=11), small_lm(tmp_path, layers=2, context=48)
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=30)
+    last = {}
+    for prefill in ("window", "full"):
+        forwards.clear()
+        spec = Speculator("small-lm", target=model, draft=folder, **view, prefill=prefill)
+        results = spec.generate(PROMPTS, max_new_tokens=30)
+        assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+        assert sum(r.drafted for r in results) > sum(r.accepted for r in results) > 0
+        last[prefill] = max(f.last for f in forwards if f.context_length == 48 and f.prompt)
+    assert last["window"] < 48 and last["full"] == len(PROMPTS[2]) - 1
+
+
 # --- options, refusals ---
 
 
@@ -96,6 +112,9 @@ def test_texts_beyond_the_trained_length_are_mentioned_once(tmp_path, caplog):
             [[1, 2, 3]], max_new_tokens=50
         )
         assert caplog.text == ""
+        larger = RETRIEVAL | {"chunks": 12, "recent": 12, "depth": 2}
+        Speculator("small-lm", target=model, draft=folder, **larger).generate([PROMPTS[2]], max_new_tokens=4)
+        assert caplog.text.count("its view has up to") == 1
         spec = Speculator("small-lm", target=model, draft=folder, view="full")
         spec.generate([[1, 2, 3], [4] * 5], max_new_tokens=38)
     assert caplog.text.count("was trained for texts of 40 tokens; this one has up to 41") == 1

@@ -48,3 +48,11 @@ def test_sink_window_and_whole_chunks_between(
             assert inner == list(range(start - len(inner), start))  # the latest
     if length <= view.sink + view.window or (length <= view.size and chosen % chunk == 0 and scorer != "streaming"):
         assert rows[0].tolist() == list(range(length))
+
+
+def test_a_view_that_grows_selects_a_share_of_the_context():
+    view = View("mean-key", 64, 4, 8, 4, min_selected=16)
+    assert view.size == 28 and view.capacity == 4 + 64 + 8 + 3
+    lengths, queries = (60, 128, 320, 640, 2000), random(4, 3, 4)
+    selected = [view.select_kv_indices(random(2, n, 4), queries).shape[1] - 12 for n in lengths]
+    assert selected == [16, 16, 40, 64, 64]

@@ -46,9 +46,9 @@ DEFINITIONS = (
 )
 
 PROFILE_DEFINITIONS = (
-    "a round: draft: the drafter. verify: the model's forward over the drafted tokens, in two parts: attention, and "
-    "the rest, whose time does not depend on the context. overhead: everything else, such as sampling. prefix: the "
-    "context's share of the keys that attention read.",
+    "a round: draft: drafting. update: the draft's cache is updated. verify: the model's forward over the drafted "
+    "tokens, in two parts: attention, and the rest, whose time does not depend on the context. overhead: everything "
+    "else, such as sampling. prefix: the context's share of the keys that attention read.",
 )
 # By part of a round (see longdraft.bench.profile.PARTS): the heading of its column; other parts keep their name.
 PART_HEADINGS = {"attention": "verify: attention", "forward": "verify: the rest", "rest": "overhead"}

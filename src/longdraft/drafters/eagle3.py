@@ -244,6 +244,7 @@ class Eagle3Drafter(BlockDrafter):
         max_context, length = self.draft.max_context, s.max_length
         subject, consequence = "this one has", f"the draft sees the last {max_context} tokens (window=N sets another N)"
         if self.retrieval is not None:
+            max_context = self.draft.window or max_context
             length = min(length, self.retrieval.view.capacity + self.tree.depth)
             subject, consequence = "its working cache has", "acceptance will be lower: give fewer chunks"
         if self.window is None and max_context is not None and length > max_context:

@@ -27,6 +27,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, UnsupportedModelError
 from longdraft.memory.store import KVStore
 from longdraft.model.rope import rotary_module
+from longdraft.model.round_profiler import profiled
 from longdraft.model.runner import TargetRunner
 from longdraft.options import option, parse
 from longdraft.trees.level import LevelExpander, TreeLevel, logits_or_topk
@@ -38,6 +39,7 @@ from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
 
 VIEWS = ("full", "streaming", "retrieval")
+PREFILLS = ("window", "full")
 STREAMING_RECENT = 1024  # last tokens of a streaming view: about 1K is best for 68M parameters (SpecExtend, E.1)
 RETRIEVAL_RECENT = 128  # last tokens of a retrieval view
 
@@ -50,6 +52,12 @@ class SmallLMOptions(ChunkOptions):
         choices=VIEWS,
         help="what the draft attends to: all of the context, its first and last tokens, or these and retrieved chunks",
         usual="full, or streaming for contexts longer than it was trained for",
+    )
+    prefill: str = option(
+        "window",
+        choices=PREFILLS,
+        help="what a prompt's tokens attend to before a streaming or retrieval view: the first and latest tokens, or "
+        "all earlier tokens (SpecExtend, 2.1)",
     )
     vocabulary: int | None = option(
         min=2, help="propose only the first N token ids, which are the frequent ones in most tokenizers", usual="all"
@@ -74,6 +82,7 @@ class SmallLMDrafter(RetrievalDrafter):
         user_options = view_options.user_chunk_options(is_enabled=view_name == "retrieval", remedy="view=retrieval")
         self.tree = tree_options.config("opt" if view_name == "retrieval" else "dynamic")
         self.draft, self.view = draft.with_trimmed_vocab(view_options.vocabulary), view_name
+        self._prefills_fully = view_options.prefill == "full"
         # Space after the view for new tokens: enough for one round at least.
         new_tokens = max(draft_cache.MIN_NEW_ENTRIES, self.tree.depth + 1)
         max_tokens = draft.trained_length - self.tree.depth - new_tokens
@@ -88,7 +97,7 @@ class SmallLMDrafter(RetrievalDrafter):
             self.retrieval = make_retrieval(**chunk_options, max_tokens=max_tokens, new_tokens=new_tokens)
 
     def bind(self, runner: TargetRunner, store: KVStore) -> None:
-        self.bound, self._store = self.draft.bind(runner), store
+        self.bound, self._target, self._store = self.draft.bind(runner), runner, store
         model, trained_length = self.bound.runner, self.draft.trained_length
         # The target's store bounds every sequence, so its capacity also bounds the draft's context.
         slots, capacity, scratch = store.slots, store.capacity, self.tree.max_expanded_nodes
@@ -99,7 +108,9 @@ class SmallLMDrafter(RetrievalDrafter):
             # The scratch space is at least MIN_NEW_ENTRIES: padding of short chains is written there too.
             DraftCache(model.new_store(slots, capacity + max(scratch, MIN_NEW_ENTRIES)), scratch)
             if self.retrieval is None
-            else make_repositioned_cache(model, slots, capacity, scratch, self.retrieval, trained_length)
+            else make_repositioned_cache(
+                model, slots, capacity, scratch, self.retrieval, trained_length, self._prefills_fully
+            )
         )
         self.fed_token_ids: list[list[int]] = [[] for _ in range(slots)]  # for each slot, the tokens in the cache
 
@@ -113,8 +124,7 @@ class SmallLMDrafter(RetrievalDrafter):
         s = round_result.sequence
         self.update_retrieval(self._store, round_result)
         if round_result.is_prefill:
-            if self.retrieval is None:
-                self._check_length(s)
+            self._check_length(s)
             self._truncate(s.slot, 0)
             self._prefill(s.slot, s.tokens[:-1])
 
@@ -141,7 +151,8 @@ class SmallLMDrafter(RetrievalDrafter):
         if len(new_tokens) > self.cache.max_new_entries:
             self._prefill(slot, new_tokens[:-1])
             new_tokens = new_tokens[-1:]
-        self.cache.make_room(slot, len(new_tokens))
+        with profiled(self._target.profiler, "update"):
+            self.cache.make_room(slot, len(new_tokens))
         return new_tokens
 
     def commit(self, slot: int, tokens: list[int]) -> None:
@@ -166,8 +177,15 @@ class SmallLMDrafter(RetrievalDrafter):
             self.commit(slot, chunk)
 
     def _check_length(self, s: Sequence) -> None:
-        """Warns once if a sequence can exceed the trained length. Raises CapabilityError for learned positions."""
+        """Warns once if a sequence, or its view, can exceed the trained length. Raises CapabilityError for learned
+        positions."""
         draft, trained_length, length = self.draft, self.draft.trained_length, s.max_length
+        if self.retrieval is not None:
+            length = min(length, self.retrieval.view.capacity)
+            if length > trained_length:
+                consequence = "acceptance may be lower: give fewer chunks, or a smaller recent"
+                draft.warn_beyond_trained_length(trained_length, f"its view has up to {length}", consequence)
+            return
         num_positions = self.bound.runner.context_length
         if length > max(trained_length, num_positions) and rotary_module(self.bound.runner.model) is None:
             raise CapabilityError(
@@ -180,27 +198,29 @@ class SmallLMDrafter(RetrievalDrafter):
 
 
 def _make_streaming_retrieval(sink: int, recent: int | None, max_tokens: int, new_tokens: int) -> Retrieval:
-    """Makes a Retrieval without chunks: first and last tokens. Raises ValueError for more than ``max_tokens``."""
-    if recent is None:
-        recent = max(1, min(STREAMING_RECENT, max_tokens - sink))
-    if sink + recent > max_tokens:
+    """Makes a Retrieval without chunks: first and last tokens, at most ``max_tokens`` unless ``recent`` says more.
+    Raises ValueError if ``sink`` leaves no space for last tokens."""
+    if sink >= max_tokens:
         raise ValueError(
-            f"a view of {sink + recent} tokens is too large: only {max_tokens} tokens of the draft's trained length "
-            "are left after those of a round. Lower sink, recent or the tree's depth"
+            f"sink is too large: only {max_tokens} tokens of the draft's trained length are left after those of a "
+            "round. Lower sink or the tree's depth"
         )
+    recent = min(STREAMING_RECENT, max_tokens - sink) if recent is None else recent
     return Retrieval(View("streaming", 0, sink, recent, max_new=new_tokens, shared_by_heads=True))
 
 
 def make_repositioned_cache(
-    runner: TargetRunner, slots: int, capacity: int, scratch: int, retrieval: Retrieval, trained_length: int
-) -> RepositionedKVCache:
+    runner: TargetRunner, slots: int, capacity: int, scratch: int, retrieval: Retrieval, trained_length: int,
+    prefills_fully: bool = False,
+) -> RepositionedKVCache:  # fmt: skip
     """Makes the working cache of a view. A prefill chunk attends to the sink, the tokens just before it, and itself.
 
     Args:
         slots: number of sequences.
         capacity: number of entries for the full context of a sequence.
         scratch: number of entries that a round writes after the view.
-        trained_length: the draft's trained length, at least the view's capacity.
+        trained_length: the draft's trained length.
+        prefills_fully: True if a prefill chunk attends to all of the prompt before it.
 
     Raises:
         UnsupportedModelError: the model has recurrent layers, or its keys cannot be moved to other positions.
@@ -212,7 +232,8 @@ def make_repositioned_cache(
             "the full context (view=full)."
         )
     view = retrieval.view
-    prefill_capacity = min(trained_length, max(view.capacity, view.sink + view.window + draft_cache.PREFILL_CHUNK))
+    prefill_length = min(trained_length, view.sink + view.window + draft_cache.PREFILL_CHUNK)
+    prefill_capacity = max(view.capacity, capacity if prefills_fully else prefill_length)
     rotation = KeyRotation(runner, prefill_capacity)
     store = runner.new_store(slots, prefill_capacity + max(scratch, view.max_new), resident=True)
     # The KV of the full context. Views are gathered from it; no forward attends to it.

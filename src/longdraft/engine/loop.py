@@ -129,7 +129,7 @@ class Engine:
         for output, path in zip(outputs, paths, strict=True):
             with profiled(profiler, "commit"):
                 round_result = self.verifier.commit(output, path)
-            with profiled(profiler, "draft"):
+            with profiled(profiler, "update"):
                 self.drafter.observe(round_result)
             count_round(round_result)
             round_results.append(round_result)

@@ -35,6 +35,9 @@ from longdraft.views.scorers import REDUCTIONS, SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.view import DTYPES, View, check_multiples, parse_dtype
 
+# Fewest and most selected entries where the option budget is not set.
+MIN_BUDGET, MAX_BUDGET = 1024, 4096
+
 
 @dataclass(frozen=True)
 class SpecPVOptions(Options):
@@ -45,7 +48,11 @@ class SpecPVOptions(Options):
     window, and ``margin``, the size of the buffer, is ``max_new``.
     """
 
-    budget: int = option(1024, min=1, help="KV entries that are selected from the context")
+    budget: int | None = option(
+        min=1,
+        help="KV entries that are selected from the context",
+        usual=f"an eighth of the context, {MIN_BUDGET:,} to {MAX_BUDGET:,}",
+    )
     selector: str = option("minmax", choices=tuple(SCORERS), help="how blocks are scored")
     reduction: str = option("mean", choices=REDUCTIONS, help="how scores of several queries become one")
     margin: int = option(20, min=1, help="buffered tokens after which a full pass follows")
@@ -59,20 +66,26 @@ class SpecPVOptions(Options):
     def view(self) -> View:
         """Makes the view of partial verification: sink | selected chunks | window | buffer.
 
-        Each KV head of each layer selects its own chunks. The paper's SpecPV-4K has a budget of 4,096.
+        Each KV head of each layer selects its own chunks. The paper's SpecPV-4K has a budget of 4,096. Without a
+        budget the view grows with the context.
 
         Raises:
             ValueError: a size is out of range, or no multiple of ``block``.
         """
-        check_multiples("block", self.block, budget=self.budget, sink=self.sink, window=self.recent)
-        selects_chunks = SCORERS[self.selector] is not None
-        if selects_chunks and self.budget < self.sink + self.recent:
+        check_multiples("block", self.block, budget=self.budget or 0, sink=self.sink, window=self.recent)
+        always_seen, selects_chunks = self.sink + self.recent, SCORERS[self.selector] is not None
+        if selects_chunks and self.budget is not None and self.budget < always_seen:
             raise ValueError(
-                f"budget must be at least sink + window ({self.sink + self.recent} tokens), got {self.budget}; "
+                f"budget must be at least sink + window ({always_seen} tokens), got {self.budget}; "
                 "selector 'streaming' retrieves nothing."
             )
-        num_selected = self.budget if selects_chunks else 0
-        return View(self.selector, num_selected, self.sink, self.recent, self.block, self.margin, self.reduction)
+        num_selected, min_selected = self.budget, None
+        if num_selected is None:
+            num_selected, min_selected = max(always_seen, MAX_BUDGET), max(always_seen, MIN_BUDGET)
+        if not selects_chunks:
+            num_selected, min_selected = 0, None
+        sizes = (num_selected, self.sink, self.recent, self.block, self.margin)
+        return View(self.selector, *sizes, self.reduction, min_selected=min_selected)
 
 
 class SpecPV(Verifier):

@@ -12,8 +12,9 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 
-Phase = Literal["draft", "forward", "attention", "commit"]
-"""Drafting; the target's verification; the target's attention, in verification and prefill; committing tokens."""
+Phase = Literal["draft", "update", "forward", "attention", "commit"]
+"""Drafting; updating the draft's cache (choosing and gathering entries); the target's verification; the target's
+attention, in verification and prefill; committing tokens."""
 
 
 class RoundProfiler:

@@ -140,7 +140,7 @@ class SparseKVCache:
         summaries = None if self.summaries is None else self.summaries.for_slot(slot)
         stacked = _queries_of(queries, slice(0, layers))
         stacked = stacked[:, :, -1:] if reduction == "last" else stacked
-        candidates, chunk_size, num_chunks = view.candidate_chunks(kv_len), view.chunk_size, view.num_chunks
+        candidates, chunk_size, num_chunks = view.candidate_chunks(kv_len), view.chunk_size, view.num_chunks_at(kv_len)
         context, use_max = (self.full_store.keys, slot, kv_len), reduction == "max"
         return self._select_kernels.select_chunks(
             scorer, use_max, context, chunk_size, summaries, stacked, candidates, num_chunks

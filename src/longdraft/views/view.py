@@ -23,6 +23,8 @@ from longdraft.views.scorers import SCORERS, CandidateChunks, score_chunks
 
 # Value of the option view_dtype -> dtype to which the keys and values of a view are rounded.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+# A view that grows with the context selects one in so many of its entries (SpecPV's are 2K to 8K of up to 60K).
+SELECTED_SHARE = 8
 
 
 def check_multiples(divisor_name: str, divisor: int, **sizes: int) -> None:
@@ -54,6 +56,8 @@ class View:
         max_new: maximum number of new entries before chunks are selected anew.
         reduction: how the scores of several queries become one, see ``REDUCTIONS``.
         shared_by_heads: True if all KV heads of a layer select the same chunks.
+        min_selected: None: as many entries at every length. A number: 1 in ``SELECTED_SHARE`` entries of the context,
+            at least ``min_selected`` and at most ``num_selected``.
 
     Raises:
         ValueError: a size is out of range.
@@ -67,6 +71,7 @@ class View:
     max_new: int = 0
     reduction: str = "mean"
     shared_by_heads: bool = False
+    min_selected: int | None = None
 
     def __post_init__(self) -> None:
         whole_number("num_selected", self.num_selected, 0)
@@ -78,22 +83,29 @@ class View:
 
     @property
     def size(self) -> int:
-        """Number of entries without new entries. A view of a context up to this length is the whole context."""
-        return self.sink + self.num_selected + self.window
+        """Fewest entries without new entries. A view of a context up to this length is the whole context."""
+        return self.sink + (self.num_selected if self.min_selected is None else self.min_selected) + self.window
 
     @property
     def capacity(self) -> int:
         """Maximum number of entries, including new entries and an extended window."""
-        return self.size + self.chunk_size - 1 + self.max_new
+        return self.sink + self.num_selected + self.window + self.chunk_size - 1 + self.max_new
 
     @property
     def num_chunks(self) -> int:
         """Maximum number of selected chunks."""
         return 0 if SCORERS[self.scorer] is None else self.num_selected // self.chunk_size
 
+    def num_chunks_at(self, kv_len: int) -> int:
+        """Returns the maximum number of selected chunks in a context of ``kv_len`` entries."""
+        if self.min_selected is None:
+            return self.num_chunks
+        return min(self.num_chunks, max(self.min_selected, kv_len // SELECTED_SHARE) // self.chunk_size)
+
     def __str__(self) -> str:
         """Returns the sizes as the bench prints them: sink + chunks x chunk_size + window."""
-        chunks = f" + {self.num_chunks:,} x {self.chunk_size}" if self.num_chunks else ""
+        least = "" if self.min_selected is None else f"{self.min_selected // self.chunk_size:,} to "
+        chunks = f" + {least}{self.num_chunks:,} x {self.chunk_size}" if self.num_chunks else ""
         return f"{self.sink:,}{chunks} + {self.window:,}"
 
     @property
@@ -115,7 +127,7 @@ class View:
     def unscored_chunks(self, kv_len: int, has_queries: bool) -> range | None:
         """Returns the chunks to select without scores, which are the latest chunks; None if scores are needed."""
         candidates = self.candidate_chunks(kv_len)
-        num_selected = min(self.num_chunks, len(candidates))
+        num_selected = min(self.num_chunks_at(kv_len), len(candidates))
         needs_scores = has_queries and 0 < num_selected < len(candidates)
         return None if needs_scores else candidates[len(candidates) - num_selected :]
 
@@ -143,7 +155,7 @@ class View:
         scores = score_chunks(self.scorer, self.reduction, queries, candidates)
         if self.shared_by_heads:
             scores = scores.mean(-2, keepdim=True)
-        return scores.topk(self.num_chunks, dim=-1).indices.sort(-1).values + candidate_range.start
+        return scores.topk(self.num_chunks_at(kv_len), dim=-1).indices.sort(-1).values + candidate_range.start
 
     def kv_indices(self, chunks: torch.Tensor, kv_len: int) -> torch.Tensor:
         """Returns the indices (..., entries) int64 of sink, ``chunks`` (..., c) and window, ascending."""

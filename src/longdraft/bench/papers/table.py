@@ -22,6 +22,8 @@ FIGURES = {
     "accuracy": ("accuracy", "{:.3f}"),
     "perplexity": ("perplexity", "{:.3f}"),
     "draft_ms": ("drafting, ms a round", "{:.2f}"),
+    "draft_forward_ms": ("a forward of the draft, ms", "{:.2f}"),
+    "update_ms": ("updating the draft's cache, ms a round", "{:.2f}"),
     "attention_ms": ("the target's attention, ms a round", "{:.2f}"),
     "forward_ms": ("the rest of the target's forward, ms a round", "{:.2f}"),
     "verify_ms": ("the target's forward, ms a round", "{:.2f}"),

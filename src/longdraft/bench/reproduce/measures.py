@@ -116,7 +116,7 @@ def plan_speed(
             **table.acceptance_stats(counts for result in results for counts in result.token_counts(entry.name)),
             "tokens_per_second": entry_speed,
             "speedup": ratio(entry_speed, baseline_speed),
-            **_part_ms([result.profiles[entry.name]["seconds"] for result in results if entry.name in result.profiles]),
+            **_part_ms([result.profiles[entry.name] for result in results if entry.name in result.profiles]),
             "round_ms": _round_ms([run for result in results for run in result.rounds.get(entry.name, ())]),
             "prefill_s": _prefill_seconds([r.cold[entry.name] for r in results if entry.name in r.cold]),
         }
@@ -214,11 +214,16 @@ def _forced_attention(path: str, prefill_path: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _part_ms(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean milliseconds of each part of a round. ``seconds``: by part, for each batch."""
-    if not seconds:
+def _part_ms(profiles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the mean milliseconds of each part of a round. ``profiles``: of each batch, from ``profile_job``."""
+    if not profiles:
         return {}
-    part_ms = {f"{part}_ms": 1000 * mean(by_part[part] for by_part in seconds) for part in seconds[0]}
+    parts = profiles[0]["seconds"]
+    part_ms = {f"{part}_ms": 1000 * mean(profile["seconds"][part] for profile in profiles) for part in parts}
+    num_forwards = mean(profile["draft_forwards"] for profile in profiles)
+    if num_forwards:
+        part_ms["draft_forward_ms"] = part_ms["draft_ms"] / num_forwards
+    part_ms["draft_ms"] += part_ms["update_ms"]
     return {**part_ms, "verify_ms": part_ms["attention_ms"] + part_ms["forward_ms"]}
 
 

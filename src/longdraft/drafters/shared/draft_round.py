@@ -25,6 +25,7 @@ from longdraft.drafters.shared.fused_level import BlockInputs, FusedLevel, draft
 from longdraft.engine.sequence import Sequence
 from longdraft.model.gpu.cuda_graphs import padded_batch_size
 from longdraft.model.layers.skinny_gemm import patch_linears
+from longdraft.model.round_profiler import profiled
 from longdraft.model.runner import TargetRunner
 from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.trees.level import TreeLevel, logits_or_topk
@@ -163,7 +164,8 @@ class DraftRound:
         for s, start, end in spans:
             drafter.prefill(s, start)  # keys and values of new tokens before the fed ones
             num_new = end - cache.context_len(s.slot)
-            cache.make_room(s.slot, num_new)
+            with profiled(drafter.runner.profiler, "update"):
+                cache.make_room(s.slot, num_new)
             cache.commit(s.slot, num_new)
         tokens = [token for span in spans for token in drafter.input_tokens(*span)]
         # Positions of the tokens, and of the tree levels after the root. One copy moves all integers to the device.

@@ -119,7 +119,8 @@ def make_retrieval(
     """Makes a retrieval. For the arguments that are not listed see :class:`ChunkOptions`.
 
     Args:
-        chunks: number of retrieved chunks (the paper's k); None: ``default_chunks``, or fewer to fit ``max_tokens``.
+        chunks: number of retrieved chunks (the paper's k), which may exceed ``max_tokens``: the drafter warns; None:
+            ``default_chunks``, or fewer to fit ``max_tokens``.
         default_chunks: see ``chunks``.
         max_tokens: maximum number of tokens that the draft can attend to; None: no limit.
         spare_chunks: number of chunks to leave free if ``max_tokens`` determines how many fit.
@@ -131,22 +132,21 @@ def make_retrieval(
     num_chunks = default_chunks if chunks is None else chunks
     check_multiples("chunk", chunk, sink=sink, recent=recent)
     max_unretrieved = sink + recent + chunk - 1  # the recent window may start up to chunk - 1 tokens early
-    if max_tokens is not None and max_unretrieved + num_chunks * chunk > max_tokens:
-        max_chunks = (max_tokens - max_unretrieved) // chunk - spare_chunks
-        is_enough = max_chunks * chunk >= sink + recent
-        if chunks is not None or not is_enough:
+    if chunks is None and max_tokens is not None and max_unretrieved + num_chunks * chunk > max_tokens:
+        num_chunks = (max_tokens - max_unretrieved) // chunk - spare_chunks
+        if num_chunks * chunk < sink + recent:
             raise ValueError(
-                f"a working cache of up to {max_unretrieved + num_chunks * chunk} tokens is too large: the draft's "
-                f"trained length or window leaves {max_tokens} tokens, without those of a round. "
-                f"{f'Give at most {max_chunks} chunks, or' if is_enough else 'Give'} a smaller sink and recent window"
+                f"a working cache of up to {max_unretrieved + default_chunks * chunk} tokens is too large: the draft's "
+                f"trained length or window leaves {max_tokens} tokens, without those of a round. Give a smaller sink "
+                "and recent window, or a number of chunks"
             )
-        num_chunks = max_chunks
     if num_chunks * chunk < sink + recent:
         raise ValueError(
             f"the retrieved chunks (chunks x chunk = {num_chunks * chunk} tokens) must be at least sink + recent "
             f"({sink + recent} tokens): give more chunks, or a smaller sink and recent window"
         )
     if new_tokens is None:
-        new_tokens = recent if max_tokens is None else max_tokens - max_unretrieved - num_chunks * chunk
+        free = recent if max_tokens is None else max_tokens - max_unretrieved - num_chunks * chunk
+        new_tokens = free if free >= 0 else recent
     view = View(scorer, chunk * num_chunks, sink, recent, chunk, new_tokens, shared_by_heads=True)
     return Retrieval(view, refresh, layer)
