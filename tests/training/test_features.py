@@ -54,6 +54,9 @@ def test_features_are_the_models_own(family, start, offset, monkeypatch):
     torch.testing.assert_close(hidden, torch.cat([o[0] for o in between], -1), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(found.last, between[-1][0], rtol=1e-3, atol=1e-4)
     assert torch.equal(found.target_argmax, out.logits[0, start - 1 : -1].argmax(-1))
+    labels = torch.tensor(text.token_ids[start:])
+    own_loss = torch.nn.functional.cross_entropy(out.logits[0, start - 1 : -1].float(), labels)
+    assert by_kv.target_loss(text, offset) == pytest.approx(float(own_loss), rel=1e-4)
 
 
 TEXTS = [document(20 + i, 1 + 5 * (i % 3), i) for i in range(6)]

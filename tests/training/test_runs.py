@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import replace
 
@@ -322,6 +323,17 @@ def test_offsets_are_drawn_anew_in_each_epoch(config, tmp_path):
         assert began.feature_reader(()).read(text, offset, began.anchor_offset(0, 0)).positions[-1] - offset + 1 == len(
             text.token_ids
         )
+
+
+def test_the_targets_loss_with_offsets_is_told_once(config):
+    told = []
+    run = config(anchor_offset=300, max_steps=1)
+    assert len(list(begun(run, told.append))) == 1
+    (line,) = [text for text in told if "the target's loss" in text]
+    assert re.search(r"held-out documents: \d\.\d{4} nats, with anchor-offsets [+-]\d\.\d{4}$", line)
+    told.clear()
+    assert list(begun(replace(run, max_steps=2), told.append))
+    assert not [text for text in told if "the target's loss" in text]
 
 
 @pytest.mark.parametrize("over", [{"lr": 1e9, "precision": "bf16"}, {"lr": 1e30}])

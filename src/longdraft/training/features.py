@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
 
 from longdraft.files import atomic_write, open_safetensors
 from longdraft.memory.store import KVStore
@@ -168,23 +170,10 @@ class FeatureReader:
 
     def compute(self, document: Document, offset: int) -> Features:
         """Computes the features of a document with an anchor-offset, in prefill chunks, without the cache."""
-        ids, start, length = document.token_ids, document.start, len(document.token_ids)
-        if self._store is None or self._store.capacity < length:
-            self._store = self.runner.new_store(1, max(MIN_STORE_TOKENS, length), self.taps)
-        store, positions = self._store, anchor_offset_positions(length, offset).tolist()
-        store.truncate(0, 0)
-        argmax, begin = [], 0
-        while begin < length:
-            # Logits are needed from the token before ``start`` on. The last token is computed too, for its KV.
-            needs_logits = self.with_argmax and begin >= start - 1
-            end = min(begin + PREFILL_CHUNK, length if needs_logits or not self.with_argmax else start - 1)
-            depths = [[p - begin for p in positions[begin:end]]]  # positions, counted from the end of the store
-            batch = store.make_forward_batch([0], [ids[begin:end]], depths=depths, is_prefill=True, prompt_len=length)
-            out = self.runner.forward(batch, store, logits="all" if needs_logits else "none")
-            store.commit(0, range(end - begin))
-            if out.logits is not None:
-                argmax.append(out.logits[0].argmax(-1))
-            begin = end
+        ids, length = document.token_ids, len(document.token_ids)
+        argmax = [logits.argmax(-1) for logits in self._forward(document, offset, self.with_argmax)]
+        store = self._store
+        assert store is not None
         # Copies, because the next document overwrites the store.
         tensors: dict[str, torch.Tensor] = {}
         if store.features is not None:
@@ -193,7 +182,34 @@ class FeatureReader:
             for name, kv in zip(("keys", "values"), store.layer(-1), strict=True):
                 tensors[name] = kv[0, :, :length].transpose(0, 1).to(self.dtype, copy=True).contiguous()
         target_argmax = torch.cat(argmax)[:-1] if argmax else None
-        return Features(torch.tensor(ids), start, offset, tensors, target_argmax, document.loss_mask)
+        return Features(torch.tensor(ids), document.start, offset, tensors, target_argmax, document.loss_mask)
+
+    def target_loss(self, document: Document, offset: int) -> float:
+        """Returns the target's mean loss (nats a token) from the document's ``start`` on, at an anchor-offset."""
+        logits = torch.cat(list(self._forward(document, offset, True)))[:-1]
+        labels = torch.tensor(document.token_ids[document.start :], device=logits.device)
+        return float(cross_entropy(logits.float(), labels))
+
+    def _forward(self, document: Document, offset: int, with_logits: bool) -> Iterator[torch.Tensor]:
+        """Runs the target over a document, whose KV and states are in ``_store`` afterwards. Yields the logits
+        (n, vocabulary) of pieces, from the token before ``start`` on; nothing without ``with_logits``."""
+        ids, start, length = document.token_ids, document.start, len(document.token_ids)
+        if self._store is None or self._store.capacity < length:
+            self._store = self.runner.new_store(1, max(MIN_STORE_TOKENS, length), self.taps)
+        store, positions = self._store, anchor_offset_positions(length, offset).tolist()
+        store.truncate(0, 0)
+        begin = 0
+        while begin < length:
+            # The last token is computed too, for its KV.
+            needs_logits = with_logits and begin >= start - 1
+            end = min(begin + PREFILL_CHUNK, length if needs_logits or not with_logits else start - 1)
+            depths = [[p - begin for p in positions[begin:end]]]  # positions, counted from the end of the store
+            batch = store.make_forward_batch([0], [ids[begin:end]], depths=depths, is_prefill=True, prompt_len=length)
+            out = self.runner.forward(batch, store, logits="all" if needs_logits else "none")
+            store.commit(0, range(end - begin))
+            if out.logits is not None:
+                yield out.logits[0]
+            begin = end
 
     def split_states(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
         """Splits the states of all taps (L, taps * hidden size) into the tensors ``hidden`` and ``last``."""

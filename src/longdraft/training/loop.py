@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from longdraft.training.trainer import DraftTrainer, StepOutput
 
 LOG, CHECKPOINTS, STATE = "log.jsonl", "checkpoints", "state.json"
 MAX_EVAL_DOCUMENTS = 48  # documents of a measurement: enough to compare drafts, few enough to be quick
+MAX_LOSS_DOCUMENTS = 8  # documents on which the target's loss is measured with and without anchor-offsets
 # Devices on which torch has a fused AdamW.
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 # Settings that a resumed run may change, because they do not affect the weights.
@@ -122,6 +124,8 @@ class TrainingLoop:
             self.session.progress(f"{self.out} holds all {steps:,} steps of this run: nothing is left to train")
         elif self.step:
             self.session.progress(f"resuming at step {self.step:,} of {steps:,}")
+        elif self.config.anchor_offset and self.held_out:
+            self._report_target_loss()
         if accelerator.is_main_process:
             self._truncate_log()
         accelerator.init_trackers("longdraft")
@@ -146,6 +150,18 @@ class TrainingLoop:
         finally:
             for tracker in accelerator.trackers:
                 tracker.finish()
+
+    def _report_target_loss(self) -> None:
+        """Reports how the target's loss changes with anchor-offsets (LongSpec, 3.2: by 0.001), on some held-out
+        documents."""
+        documents, losses = self.held_out[:MAX_LOSS_DOCUMENTS], list[float]()
+        for largest in (0, self.config.anchor_offset):
+            offsets = [largest * (i + 1) // len(documents) for i in range(len(documents))]  # spread evenly
+            losses.append(mean(map(self._reader.target_loss, documents, offsets)))
+        self.session.progress(
+            f"the target's loss on {len(documents)} held-out documents: {losses[0]:.4f} nats, with anchor-offsets "
+            f"{losses[1] - losses[0]:+.4f}"
+        )
 
     def _count_loss_tokens(self, i: int, shift: int) -> int:
         """Returns the number of labels of document i, with a shift, that count in the loss."""
