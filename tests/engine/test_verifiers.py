@@ -258,6 +258,9 @@ def test_a_refresh_replaces_drifted_features_and_draft_kv(tmp_path, window):
     eagle = Checked(draft, widths=(2, 3))
     got, _, engine = run(model, SpecPV(sizes()), eagle, PROMPTS[:1])
     assert eagle.checked >= 2
+    keeping = Checked(draft, widths=(2, 3))  # the paper's draft keeps what partial passes gave
+    _, steps, _ = run(model, SpecPV(sizes(), reread=False), keeping, PROMPTS[:1])
+    assert keeping.checked == 0 and sum(s.mode == "refresh" for s in steps) >= 2
     store, n = engine.cache_manager.cache.store, engine.cache_manager.cache.store.lengths[0]
     exact = computed(model, got[0].tokens[:n], store.feature_layers)
     torch.testing.assert_close(store.features[0, :n], exact.features[0, :n], atol=1e-4, rtol=1e-3)

@@ -63,6 +63,10 @@ class SpecPVOptions(Options):
         choices=tuple(DTYPES), help="what the partial KV is rounded to", usual="not rounded"
     )
 
+    reread: bool = option(
+        True, help="the draft reads again what a full pass has corrected; the paper's keeps what partial passes gave"
+    )
+
     def view(self) -> View:
         """Makes the view of partial verification: sink | selected chunks | window | buffer.
 
@@ -95,12 +99,15 @@ class SpecPV(Verifier):
         view: selects the entries of the partial cache; from :meth:`SpecPVOptions.view`.
         dtype: dtype of the partial cache's KV; None: the dtype of the full cache.
         min_context: verification is partial in contexts longer than this; None: longer than the view.
+        reread: tell drafters which KV and states a refresh has replaced.
     """
 
     exact = False
 
-    def __init__(self, view: View, dtype: torch.dtype | None = None, min_context: int | None = None) -> None:
-        self.view, self._dtype = view, dtype
+    def __init__(
+        self, view: View, dtype: torch.dtype | None = None, min_context: int | None = None, reread: bool = True
+    ) -> None:
+        self.view, self._dtype, self._rereads = view, dtype, reread
         self._min_context = view.size if min_context is None else min_context
         self.views = (view,)
 
@@ -197,7 +204,7 @@ class SpecPV(Verifier):
         queries = self._queries.pop(slot, None)
         if queries is not None and self.store.lengths[slot] > self._min_context:
             self._reselect(slot, queries, path, range(num_buffered, num_buffered + output.tree.size))
-        return output.round_result(accepted, start if num_buffered else None)
+        return output.round_result(accepted, start if num_buffered and self._rereads else None)
 
     def _reselect(
         self, slot: int, queries: dict[int, torch.Tensor], path: list[int], query_indices: SequenceOf[int]
@@ -223,4 +230,4 @@ class SpecPV(Verifier):
 @takes(SpecPVOptions)
 def make_specpv(**options: Any) -> SpecPV:
     (values,) = parse("SpecPV", options, SpecPVOptions)
-    return SpecPV(values.view(), parse_dtype(values.view_dtype))
+    return SpecPV(values.view(), parse_dtype(values.view_dtype), reread=values.reread)
