@@ -142,6 +142,16 @@ def test_what_was_given_up_is_tried_again():
     assert sum(again) > 150
 
 
+def test_trials_in_vain_become_rare_and_a_draft_that_pays_is_found_again():
+    planner, given = Planner(CHEAP), {"forwards": 3, "forward_seconds": 0.5}
+    early, late = (rounds(planner, 2000, right=0, **given)[0] for _ in range(2))
+    assert sum(late) <= sum(early) < 24 and 2 <= sum(late) < 12
+    again, _ = rounds(planner, 1200, right=3, draft_tree=tree(0.9, 0.9, 0.9), forwards=1, forward_seconds=0.1)
+    assert sum(again) > 400 and all(again[-100:])
+    soon, _ = rounds(planner, 400, right=0, **given)  # it paid: it is tried again as soon as ever
+    assert soon.count(1) > 3
+
+
 def test_a_sure_lookup_needs_no_draft():
     planner = Planner(CHEAP)
     rounds(planner, 50, right=1, forwards=1, forward_seconds=0.3)
@@ -201,7 +211,7 @@ def test_evidence_fades():
     assert seen.probability(log(0.5)) < 0.05 and worth.added_tokens < 0.05 and worth.extra_steps > 0.55
     for _ in range(round(8 / (1 - DECAY))):
         seen.decay()
-        worth.decay()
+        worth.decay(False)
     assert seen.probability(log(0.5)) > 0.45 and worth.added_tokens > 0.35 and worth.extra_steps < 0.35
 
 

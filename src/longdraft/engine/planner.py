@@ -8,8 +8,8 @@ every sequence, so one n is chosen for all sequences.
 A lookup costs next to nothing, so it proposes in every round. A draft model costs forwards. The planner runs the draft
 model if its recently added tokens, those that the lookup had not proposed, were worth the time of drafting
 (:class:`~longdraft.planning.acceptance.DraftGain`). At first a draft model is assumed to gain a little, so a bad
-draft model is given up after two or three rounds. Evidence decays, so the draft model is tried again later. Times are
-in plain steps: a plain step is a decoding step without a draft.
+draft model is given up after two or three rounds. Evidence decays, so the draft model is tried again later, and ever
+more rarely while trials are in vain. Times are in plain steps: a plain step is a decoding step without a draft.
 
 The output does not depend on the plan: verification is exact for any tree.
 """
@@ -136,8 +136,10 @@ class RoundPlan:
         planner.tokens_per_step += SMOOTHING * (max(1.0, tokens_per_step) - planner.tokens_per_step)
         for acceptance in planner.acceptance.values():
             acceptance.decay()
-        for gain in (*planner.draft_gains.values(), *(planner.sequence_gains[s] for s in self._sequences)):
-            gain.decay()
+        for greedy, gain in planner.draft_gains.items():
+            gain.decay(any(s.greedy == greedy for s in self._lookup_baselines))
+        for s in self._sequences:
+            planner.sequence_gains[s].decay(s in self._lookup_baselines)
 
     # --- costs of this round ---
 

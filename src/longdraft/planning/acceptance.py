@@ -27,6 +27,9 @@ PRIOR_TOKENS_PER_STEP = 4 / 3
 MAX_ASSUMED_CHAIN = 8
 # Factor on earlier evidence in each round, so that about the last hundred rounds count.
 DECAY = 0.99
+# A draft that is given up within so many rounds was tried in vain. After each such trial, evidence decays half as fast
+# while the draft is unused, down to a ``MAX_PATIENCE``-th.
+TRIAL_ROUNDS, MAX_PATIENCE = 8, 8
 
 
 class AcceptanceModel:
@@ -91,6 +94,7 @@ class DraftGain:
     def __init__(self, prior: PriorDraftGain | DraftGain) -> None:
         self._prior = prior
         self._added_tokens = self._new_fractions = self._extra_steps = self._rounds = 0.0
+        self._uses, self._patience = 0, 1  # consecutive rounds with the draft; the decay's slowness without the draft
 
     @property
     def added_tokens(self) -> float:
@@ -110,12 +114,19 @@ class DraftGain:
         self._extra_steps += extra_steps
         self._rounds += 1.0
 
-    def decay(self) -> None:
-        """Forgets some of the evidence. Called once a round."""
-        self._added_tokens *= DECAY
-        self._new_fractions *= DECAY
-        self._extra_steps *= DECAY
-        self._rounds *= DECAY
+    def decay(self, used: bool) -> None:
+        """Forgets some of the evidence. Called once a round. ``used``: whether the round had the draft."""
+        if used:
+            self._uses += 1
+            self._patience = self._patience if self._uses <= TRIAL_ROUNDS else 1
+        elif self._uses:
+            self._patience = min(MAX_PATIENCE, 2 * self._patience) if self._uses <= TRIAL_ROUNDS else 1
+            self._uses = 0
+        factor = DECAY if used else DECAY ** (1 / self._patience)
+        self._added_tokens *= factor
+        self._new_fractions *= factor
+        self._extra_steps *= factor
+        self._rounds *= factor
 
 
 class AcceptanceCalibrator:
