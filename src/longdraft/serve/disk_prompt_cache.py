@@ -87,8 +87,8 @@ class DiskPromptCache(PromptCache):
         self._written.discard(slot)
         prompt = to_array(prompt)
         tokens = prompt[:-1]  # the last token is always computed, for its logits
-        len_in_slots = max(self._common_prefix_len(s, tokens, rope_regime) for s in range(len(self.tokens)))
-        len_in_memory = max(len_in_slots, self._prefix_len_in_tree(tokens, rope_regime)) // chunk_size * chunk_size
+        len_in_slots = max(self._reusable_len(s, tokens, chunk_size, rope_regime) for s in range(len(self.tokens)))
+        len_in_memory = max(len_in_slots, self._prefix_len_in_tree(tokens, chunk_size, rope_regime))
         path, len_in_file = self._best_match(tokens, rope_regime)
         len_in_file = len_in_file // chunk_size * chunk_size
         if path is not None and len_in_file >= self._min_tokens:
@@ -136,6 +136,7 @@ class DiskPromptCache(PromptCache):
         size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
         if store.features is not None:
             size += len(tokens) * store.features[slot, 0].nbytes  # [slot, 0]: the hidden states of one token
+        size += sum(tensor.nbytes for states in store.states for tensor in states.save(slot).values())
         superfluous = [path for path, file in self._files.items() if self._is_superfluous(file, tokens, rope_regime)]
         evicted = self._choose_evicted(size, superfluous)
         if evicted is None:
