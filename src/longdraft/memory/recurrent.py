@@ -214,10 +214,10 @@ class RecurrentStates:
 
     def _save_checkpoint(self, slot: int) -> None:
         """Saves a slot's state, and drops saved ones beyond the maximum number."""
-        saved = self._saved[slot] = self.checkpoints(slot)
+        saved = self.checkpoints(slot)
         count, nbytes = MIN_CHECKPOINTS, len(saved) * sum(shape.nbytes for shape in self.shapes.values())
         # Growing slots will need free memory later, so a slot's checkpoints may take at most a quarter of it.
-        if len(saved) > count and memory_info.available_host_bytes() > 4 * nbytes:
+        if len(saved) > count and (memory_info.available_bytes(_HOST) or 0) > 4 * nbytes:
             count += self._lengths[slot] // CHECKPOINT_SPACING
         self._saved[slot] = thin_out(saved, count)
 

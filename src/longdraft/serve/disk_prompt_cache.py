@@ -27,7 +27,8 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 logger = logging.getLogger("longdraft")
 
 _FILE_SUFFIX = ".kv.safetensors"
-_MAX_HEADER_BYTES = 1024  # an estimate of a file's size adds this for the header
+# An estimate of a file's size adds this for the header, and this for each tensor of a state in the header.
+_MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class DiskPromptCache(PromptCache):
         size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
         if store.features is not None:
             size += len(tokens) * store.features[slot, 0].nbytes  # [slot, 0]: the hidden states of one token
-        size += sum(tensor.nbytes for states in store.states for tensor in states.save(slot).values())
+        state_tensors = (tensor for states in store.states for tensor in states.save(slot).values())
+        size += sum(tensor.nbytes + _MAX_ENTRY_BYTES for tensor in state_tensors)
         superfluous = [path for path, file in self._files.items() if self._is_superfluous(file, tokens, rope_regime)]
         evicted = self._choose_evicted(size, superfluous)
         if evicted is None:
