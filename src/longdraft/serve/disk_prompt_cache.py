@@ -39,6 +39,7 @@ class _SnapshotFile:
     feature_layers: tuple[int, ...]  # layers whose hidden states the snapshot has
     size: int  # in bytes
     rope_regime: str  # only a prompt with this value can use the KV
+    checkpoint_lengths: frozenset[int]  # of a model with recurrent layers, numbers of tokens that can be restored
 
 
 def create_snapshot_folder(folder: Path) -> None:
@@ -126,6 +127,8 @@ class DiskPromptCache(PromptCache):
         for path, file in self._files.items():
             if file.rope_regime == rope_regime and (not feature_layers or file.feature_layers == feature_layers):
                 shared_len = common_prefix_len(file.tokens, tokens)
+                if file.checkpoint_lengths:
+                    shared_len = max((n for n in file.checkpoint_lengths if n <= shared_len), default=0)
                 if shared_len > best_len:
                     best_path, best_len = path, shared_len
         return best_path, best_len
@@ -155,7 +158,9 @@ class DiskPromptCache(PromptCache):
             for old in evicted:
                 self._drop(old)
             snapshot.save(store, slot, tokens, self._fingerprint, path, rope_regime)
-            self._files[path] = _SnapshotFile(tokens, store.feature_layers, path.stat().st_size, rope_regime)
+            header = snapshot.read_header(path)
+            assert header is not None
+            self._files[path] = self._describe(path, header)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU is out of memory
             self._warn("write", str(error))
             return False
@@ -218,9 +223,12 @@ class DiskPromptCache(PromptCache):
             else:
                 headers |= {} if header is None else {path: header}
         for path in sorted(headers, key=lambda path: path.stat().st_mtime_ns):
-            header = headers[path]
-            tokens = header.tokens if header.target_fingerprint == self._fingerprint else to_array(())
-            self._files[path] = _SnapshotFile(tokens, header.feature_layers, path.stat().st_size, header.rope_regime)
+            self._files[path] = self._describe(path, headers[path])
+
+    def _describe(self, path: Path, header: snapshot.SnapshotHeader) -> _SnapshotFile:
+        tokens = header.tokens if header.target_fingerprint == self._fingerprint else to_array(())
+        size, lengths = path.stat().st_size, header.checkpoint_lengths
+        return _SnapshotFile(tokens, header.feature_layers, size, header.rope_regime, lengths)
 
     def _drop(self, path: Path) -> None:
         """Deletes a file. If that fails, the next start finds it again."""

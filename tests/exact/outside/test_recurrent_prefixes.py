@@ -1,4 +1,4 @@
-"""Prompts that share a prefix, on models with recurrent layers: a state cannot be cut, so checkpoints of it are kept."""
+"""Prompts that share a prefix, on models with recurrent layers, whose states cannot be cut: checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_snapshots_have_the_checkpoints_and_stay_in_their_limit(tmp_path: Path) 
     text, fingerprint = some_prompt(400), speculator().runner().fingerprint
 
     def open_cache(limit: int = 1 << 30) -> DiskPromptCache:
-        return DiskPromptCache(tmp_path, fingerprint, limit, 16)
+        return DiskPromptCache(tmp_path, fingerprint, limit, 8)
 
     first = open_cache()
     Engine(cache=first).read(text)
@@ -151,6 +151,9 @@ def test_snapshots_have_the_checkpoints_and_stay_in_their_limit(tmp_path: Path) 
     (file,) = tmp_path.glob("*.safetensors")
     for prompt, cached in (([*text, 5], 400), ([*text[:-4], 5], 384)):
         Engine(cache=open_cache()).ask(prompt, cached)
+    part, engine = [*text[:143], 5], Engine(cache=open_cache())
+    engine.read([*text[:140], 9])
+    assert engine.read(part) == [128]  # the slot has more of it than the file can restore
     small = open_cache(file.stat().st_size - 1)
     Engine(cache=small).read([9, *text])
     assert not small.save_next()
