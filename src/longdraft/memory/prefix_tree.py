@@ -67,13 +67,13 @@ class PrefixTree:
 
     def match_checkpoints(self, token_ids: array[int], rope_regime: str = "") -> dict[int, SlotCheckpoint]:
         """Returns the checkpoints of a sequence's prefixes, by the lengths of the prefixes."""
-        found, position = dict[int, SlotCheckpoint](), 0
+        checkpoints, position = dict[int, SlotCheckpoint](), 0
         for node, num_matching in self._path(token_ids, rope_regime):
             for length, checkpoint in node.checkpoints.items():
                 if length <= num_matching and isinstance(checkpoint.entries, SlotCheckpoint):
-                    found[position + length] = checkpoint.entries
+                    checkpoints[position + length] = checkpoint.entries
             position += num_matching
-        return found
+        return checkpoints
 
     def read_entries(
         self, token_ids: array[int], start: int, end: int, rope_regime: str = ""

@@ -134,6 +134,10 @@ def test_a_slot_is_chosen_and_copied_by_where_its_states_are() -> None:
     engine, text = Engine(slots=2), some_prompt(200)
     engine.read([*text[:100], 3, 4], text)
     assert engine.read([*text[:100], 5], [*text[:180], 6]) == [96, 176]
+    engine, text, other = Engine(slots=2), some_prompt(50), some_prompt(35, seed=2)
+    engine.read(text, other)
+    assert engine.read([*text[:15], 60]) == [0]  # in the other's slot, as the text has no checkpoint so early
+    assert engine.read([*text, 5]) == [50]
 
 
 # --- on disk ---
