@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from longdraft import PromptCache
 from longdraft.memory.kv_entries import KVEntries
 from longdraft.memory.prefix_tree import BLOCK_SIZE, PrefixTree
+from longdraft.memory.recurrent import SlotCheckpoint, StateCheckpoint
 from longdraft.memory.store import KVStore, StoreConfig
 from longdraft.memory.token_ids import common_prefix_len, to_array
 from tests.memory.test_prompt_cache import SHAPE, held
@@ -100,3 +101,40 @@ def test_a_text_whose_slot_was_taken_comes_back_with_its_hidden_states():
     assert store.features is not None
     assert store.features[0, 597:602].flatten().tolist() == [597, 598, 599, 8, 8]
     assert read([*other, 1], chunk_size=100) == 700 and held(store, 0) == [*other, 1]
+
+
+# --- checkpoints of recurrent layers ---
+
+
+def states_after(tokens: array[int]) -> SlotCheckpoint:
+    """States that tell after which tokens they are."""
+    return SlotCheckpoint({0: StateCheckpoint({0: torch.tensor([len(tokens), sum(tokens)])}, None)})
+
+
+CUTS = st.lists(st.floats(0, 1), max_size=4)
+
+
+@given(st.lists(st.tuples(TEXTS, CUTS), min_size=1, max_size=8), st.integers(1, 5 * BLOCK_SIZE))
+def test_checkpoints_count_towards_the_limit_and_have_their_kv(texts, limit):
+    tree = PrefixTree(limit * ENTRY)
+    for text, cuts in texts:
+        lengths = {1 + int(cut * (len(text) - 1)) for cut in cuts}
+        tree.insert(text, kv_of(text), "", {n: states_after(text[:n]) for n in lengths})
+        assert tree.nbytes <= tree.max_bytes
+        for asked, _ in texts:
+            checkpoints = tree.match_checkpoints(asked)
+            assert max(checkpoints, default=0) <= tree.match_prefix(asked)
+            for n, checkpoint in checkpoints.items():
+                assert checkpoint[0].conv_states[0].tolist() == [n, sum(asked[:n])]
+    tree.reclaim()
+    assert not tree.nbytes and not tree.match_checkpoints(texts[0][0])
+
+
+def test_checkpoints_that_nobody_starts_from_go_before_kv():
+    text = to_array(range(3 * BLOCK_SIZE))
+    size = states_after(text).nbytes
+    tree = PrefixTree(len(text) * ENTRY + 2 * size)
+    tree.insert(text, kv_of(text), "", {n: states_after(text[:n]) for n in (100, BLOCK_SIZE)})
+    list(tree.read_entries(text, 0, BLOCK_SIZE))
+    tree.insert(text, kv_of(text), "", {len(text): states_after(text)})
+    assert set(tree.match_checkpoints(text)) == {BLOCK_SIZE, len(text)} and tree.match_prefix(text) == len(text)

@@ -1,18 +1,20 @@
 """The prefix tree keeps KV of sequences that have lost their slot, in host memory. A common prefix is kept once.
 
 A node has the KV of a block of tokens, and the children of the node have the blocks that followed. A lookup may match a
-part of a block. A block with fewer than BLOCK_SIZE tokens has no children.
+part of a block. A block with fewer than BLOCK_SIZE tokens has no children. Checkpoints of recurrent layers hang on the
+block in which they are. They are evicted like leaves, so that those which nobody starts from go before the KV.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from longdraft.memory import memory_info
 from longdraft.memory.kv_entries import KVEntries
+from longdraft.memory.recurrent import SlotCheckpoint
 from longdraft.memory.token_ids import common_prefix_len, to_array
 
 # Number of tokens of a full block.
@@ -21,13 +23,19 @@ BLOCK_SIZE = 256
 
 @dataclass(eq=False)
 class _Node:
-    """A block of tokens with its KV entries. ``last_used`` is the tree's clock at the last use."""
+    """A block of tokens with its KV entries, or a checkpoint, which has no tokens.
+
+    Attributes:
+        last_used: the tree's clock at the last use.
+        checkpoints: number of the block's tokens -> the states of recurrent layers after these tokens.
+    """
 
     token_ids: array[int]
-    entries: KVEntries | None = None
+    entries: KVEntries | SlotCheckpoint | None = None
     parent: _Node | None = None
     last_used: int = 0
     children: list[_Node] = field(default_factory=list)
+    checkpoints: dict[int, _Node] = field(default_factory=dict)
 
 
 class PrefixTree:
@@ -57,6 +65,16 @@ class PrefixTree:
         """Returns the number of leading tokens whose KV the tree has."""
         return sum(num_matching for _, num_matching in self._path(token_ids, rope_regime))
 
+    def match_checkpoints(self, token_ids: array[int], rope_regime: str = "") -> dict[int, SlotCheckpoint]:
+        """Returns the checkpoints of a sequence's prefixes, by the lengths of the prefixes."""
+        checkpoints, position = dict[int, SlotCheckpoint](), 0
+        for node, num_matching in self._path(token_ids, rope_regime):
+            for length, checkpoint in node.checkpoints.items():
+                if length <= num_matching and isinstance(checkpoint.entries, SlotCheckpoint):
+                    checkpoints[position + length] = checkpoint.entries
+            position += num_matching
+        return checkpoints
+
     def read_entries(
         self, token_ids: array[int], start: int, end: int, rope_regime: str = ""
     ) -> Iterator[tuple[int, KVEntries]]:
@@ -68,14 +86,26 @@ class PrefixTree:
             part = slice(max(start, position) - position, min(end, position + num_matching) - position)
             if part.start < part.stop:
                 kv = node.entries
-                assert kv is not None
+                assert isinstance(kv, KVEntries)
                 features = None if kv.features is None else kv.features[part]
                 yield position + part.start, KVEntries(kv.keys[:, :, part], kv.values[:, :, part], features)
+            if checkpoint := node.checkpoints.get(end - position):
+                checkpoint.last_used = self._clock
             position += num_matching
 
-    def insert(self, token_ids: array[int], read: Callable[[int, int], KVEntries], rope_regime: str = "") -> None:
-        """Inserts the first blocks of a sequence, as many as the limit allows. ``read(start, end)`` copies entries
-        ``[start, end)`` of the sequence to the host."""
+    def insert(
+        self,
+        token_ids: array[int],
+        read: Callable[[int, int], KVEntries],
+        rope_regime: str = "",
+        checkpoints: Mapping[int, SlotCheckpoint] | None = None,
+    ) -> None:
+        """Inserts the first blocks of a sequence, as many as the limit allows.
+
+        Args:
+            read: ``read(start, end)`` copies entries ``[start, end)`` of the sequence to the host.
+            checkpoints: number of leading tokens -> the states of recurrent layers after them, in host memory.
+        """
         self._clock += 1
         node = self._roots.setdefault(rope_regime, _Node(to_array(())))
         for start in range(0, len(token_ids), BLOCK_SIZE):
@@ -86,6 +116,11 @@ class PrefixTree:
                 if child is None:
                     return
             child.last_used = self._clock
+            for length in sorted((checkpoints or {}).keys() & range(start + 1, start + len(block) + 1)):
+                assert checkpoints is not None
+                checkpoint = child.checkpoints.get(length - start) or _Node(to_array(()), checkpoints[length], child)
+                if checkpoint in self._nodes or self._add(checkpoint):
+                    child.checkpoints[length - start], checkpoint.last_used = checkpoint, self._clock
             if len(block) < BLOCK_SIZE:
                 return
             node = child
@@ -108,20 +143,30 @@ class PrefixTree:
         None if the limit leaves no space."""
         for child in [c for c in parent.children if common_prefix_len(c.token_ids, token_ids) == len(c.token_ids)]:
             self._remove(child)
-        entries = read_block()
-        while self.nbytes + entries.nbytes > self.max_bytes:
-            leaves = [n for n in self._nodes if not n.children and n is not parent and n.last_used < self._clock]
-            if not leaves:
-                return None
-            self._remove(min(leaves, key=lambda leaf: leaf.last_used))
-        node = _Node(token_ids, entries, parent)
+        node = _Node(token_ids, read_block(), parent)
+        if not self._add(node):
+            return None
         parent.children.append(node)
-        self._nodes.add(node)
-        self.nbytes += entries.nbytes
         return node
 
+    def _add(self, node: _Node) -> bool:
+        """Evicts what was not used for longest until a node fits. Returns False if that is not possible."""
+        assert node.entries is not None
+        while self.nbytes + node.entries.nbytes > self.max_bytes:
+            unused = (n for n in self._nodes if not n.children and not n.checkpoints and n.last_used < self._clock)
+            oldest = min(unused, key=lambda n: n.last_used, default=None)
+            if oldest is None:
+                return False
+            self._remove(oldest)
+        self._nodes.add(node)
+        self.nbytes += node.entries.nbytes
+        return True
+
     def _remove(self, node: _Node) -> None:
+        for checkpoint in list(node.checkpoints.values()):
+            self._remove(checkpoint)
         assert node.parent is not None and node.entries is not None
-        node.parent.children.remove(node)
+        node.parent.children = [child for child in node.parent.children if child is not node]
+        node.parent.checkpoints = {n: c for n, c in node.parent.checkpoints.items() if c is not node}
         self._nodes.remove(node)
         self.nbytes -= node.entries.nbytes

@@ -13,6 +13,7 @@ import torch
 from longdraft.errors import MemoryBudgetError, RequestError
 from longdraft.memory import memory_info, snapshot
 from longdraft.memory.prefix_tree import PrefixTree
+from longdraft.memory.recurrent import RecurrentStates, SlotCheckpoint, thin_out
 from longdraft.memory.store import KVStore
 from longdraft.memory.token_ids import common_prefix_len, to_array
 
@@ -31,7 +32,7 @@ class PromptCache:
     Args:
         feature_layers: layers whose hidden states are always stored with the KV, for later runs that need them.
         tree_bytes: limit of the prefix tree, which keeps sequences that lose their slot; 0: no tree. The tree stays
-            empty for models with windows or recurrent layers.
+            empty for models with windows. Checkpoints of recurrent layers count towards the limit.
 
     Attributes:
         store: the KV store; None before the first run.
@@ -155,7 +156,7 @@ class PromptCache:
         """Returns the slot among the free ``slots`` in which a prompt drops and computes the fewest KV entries."""
         # With n shared tokens: (len(slot) - n) + (len(prompt) - n) entries; the prompt is the same for all slots.
         token_ids = to_array(prompt)
-        return max(slots, key=lambda i: 2 * self._common_prefix_len(i, token_ids, rope_regime) - len(self.tokens[i]))
+        return max(slots, key=lambda i: 2 * self._reusable_len(i, token_ids, 1, rope_regime) - len(self.tokens[i]))
 
     def _common_prefix_len(self, slot: int, token_ids: array[int], rope_regime: str) -> int:
         """Returns the number of leading tokens of a sequence whose KV a slot has."""
@@ -170,38 +171,54 @@ class PromptCache:
         """
         assert self.store is not None
         token_ids = to_array(prompt)[:-1]
-        other = max(range(len(self.tokens)), key=lambda i: self._common_prefix_len(i, token_ids, rope_regime))
-        own_len, other_len = (self._reusable_len(i, token_ids, chunk_size, rope_regime) for i in (slot, other))
+        reusable_lens = [self._reusable_len(i, token_ids, chunk_size, rope_regime) for i in range(len(self.tokens))]
+        own_len, other_len = reusable_lens[slot], max(reusable_lens)
         self._save_to_tree(slot, own_len)
         self.store.truncate(slot, own_len)
         if other_len > own_len:
-            self.store.copy_entries(other, slot, own_len, other_len)
-        length = max(own_len, other_len)
-        tree_len = self._prefix_len_in_tree(token_ids, rope_regime) // chunk_size * chunk_size
+            self.store.copy_entries(reusable_lens.index(other_len), slot, own_len, other_len)
+        length = other_len
+        tree_len = self._prefix_len_in_tree(token_ids, chunk_size, rope_regime)
         if tree_len > length:
             for start, kv in self._tree.read_entries(token_ids, length, tree_len, rope_regime):
                 self.store.write_entries(slot, start, kv.keys, kv.values, kv.features)
-            self.store.commit(slot, range(tree_len - length))
+            for states in self.store.states:
+                assert isinstance(states, RecurrentStates)
+                states.restore(slot, self._tree.match_checkpoints(token_ids, rope_regime), tree_len)
+            self.store.lengths[slot] = tree_len
         length = max(length, tree_len)
         self.tokens[slot], self.rope_regimes[slot] = token_ids[:length], rope_regime
         return length
 
-    def _prefix_len_in_tree(self, token_ids: array[int], rope_regime: str) -> int:
-        """Returns the number of leading tokens of a sequence whose KV the tree has."""
+    def _prefix_len_in_tree(self, token_ids: array[int], chunk_size: int, rope_regime: str) -> int:
+        """Returns the number of leading tokens that a sequence can take from the tree, a multiple of ``chunk_size``."""
         assert self.store is not None
-        return 0 if self.store.states else self._tree.match_prefix(token_ids, rope_regime)
+        if not self.store.states:
+            return self._tree.match_prefix(token_ids, rope_regime) // chunk_size * chunk_size
+        lengths = self._tree.match_checkpoints(token_ids, rope_regime)
+        return max((length for length in lengths if length % chunk_size == 0), default=0)
 
     def _save_to_tree(self, slot: int, reused_len: int) -> None:
         """Saves a slot's sequence to the tree, before the slot loses the KV after its first ``reused_len`` tokens."""
         store = self.store
         assert store is not None
         token_ids = self.tokens[slot][: store.lengths[slot]]
-        if store.states or not self._tree.max_bytes or len(token_ids) - reused_len < _MIN_SAVED_TOKENS:
+        if not self._tree.max_bytes or len(token_ids) - reused_len < _MIN_SAVED_TOKENS:
             return
+        checkpoints: dict[int, SlotCheckpoint] = {}
+        for states in store.states:
+            if not isinstance(states, RecurrentStates):
+                return
+            checkpoints = {n: x for n, x in states.checkpoints(slot).items() if n <= len(token_ids)}
+            token_ids = token_ids[: max(checkpoints, default=0)]
+        if checkpoints:  # those of one sequence may take a quarter of the tree
+            size = max(checkpoint.nbytes for checkpoint in checkpoints.values())
+            checkpoints = thin_out(checkpoints, max(1, self._tree.max_bytes // 4 // size))
         free = memory_info.available_bytes(torch.device("cpu"))
         # Growing slots will need free memory later, so a saved sequence may take at most a quarter of it.
         if free is None or free > 4 * len(token_ids) * store.shape.bytes_per_token:
-            self._tree.insert(token_ids, partial(store.read_entries, slot), self.rope_regimes[slot])
+            read = partial(store.read_entries, slot)
+            self._tree.insert(token_ids, read, self.rope_regimes[slot], checkpoints)
 
     def _reusable_len(self, slot: int, token_ids: array[int], chunk_size: int, rope_regime: str) -> int:
         """Returns the length of the common prefix, shortened until it ends with a chunk and can be restored."""

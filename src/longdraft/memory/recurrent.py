@@ -6,7 +6,8 @@ the tokens. :meth:`RecurrentStates.commit` makes the inputs of accepted tokens *
 the pending inputs, with the same arithmetic, and stores the new checkpoint. Inputs of rejected tokens are dropped.
 
 In prefill, the model's own code computes a prompt chunk at once and returns the state after the chunk. A slot saves
-some of these states, so that another sequence with the same prefix can start from a saved state.
+some of these states in host memory, and the state at the end of an output that a further prompt continues. Another
+sequence with the same prefix starts from the longest of them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Maximum number of checkpoints at chunk ends that a slot saves: more restore longer prefixes, and take more memory.
-MAX_CHECKPOINTS = 5
+from longdraft.memory import memory_info
 
+# Maximum number of checkpoints that a slot saves: so many, and one more for every CHECKPOINT_SPACING tokens while host
+# memory is free, so that a restored state is about that many tokens at most before the end of the common prefix.
+MIN_CHECKPOINTS, CHECKPOINT_SPACING = 6, 4096
+
+_HOST = torch.device("cpu")
 # The inputs of a layer's recurrence for some tokens: tensors (tokens, ...).
 RecurrentInputs = tuple[torch.Tensor, ...]
 
@@ -58,15 +63,42 @@ class StateCheckpoint:
     recurrent_state: torch.Tensor | None
     pending_inputs: RecurrentInputs = ()
 
-    def clone(self) -> StateCheckpoint:
-        state = None if self.recurrent_state is None else self.recurrent_state.clone()
-        return StateCheckpoint({i: x.clone() for i, x in self.conv_states.items()}, state, self.pending_inputs)
+    def copy_to(self, device: torch.device) -> StateCheckpoint:
+        """Returns a copy on a device."""
+        conv_states = {i: x.to(device, copy=True) for i, x in self.conv_states.items()}
+        state = None if self.recurrent_state is None else self.recurrent_state.to(device, copy=True)
+        return StateCheckpoint(conv_states, state, tuple(x.to(device) for x in self.pending_inputs))
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the tensors by their names in a snapshot file, where a convolution state is a "window"."""
         tensors = {f"window.{i}": state for i, state in self.conv_states.items()}
         tensors |= {} if self.recurrent_state is None else {"state": self.recurrent_state}
         return tensors | {f"pending.{i}": inputs for i, inputs in enumerate(self.pending_inputs)}
+
+
+class SlotCheckpoint(dict[int, StateCheckpoint]):
+    """Layer -> the layer's state, of all layers after the same tokens."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for state in self.values() for tensor in state.named_tensors().values())
+
+    def copy_to(self, device: torch.device) -> SlotCheckpoint:
+        """Returns a copy on a device."""
+        return SlotCheckpoint({layer: state.copy_to(device) for layer, state in self.items()})
+
+
+def thin_out(checkpoints: Mapping[int, SlotCheckpoint], count: int) -> dict[int, SlotCheckpoint]:
+    """Returns at most ``count`` of the checkpoints, by their lengths: the last three, and others in about even steps.
+
+    Three, for the ends of an output, of its prompt, and of a chunk before it: many chat templates write the last tokens
+    of a prompt in another way once there is an answer.
+    """
+    lengths = [0, *sorted(checkpoints)]
+    while len(lengths) > 1 + count:
+        gaps = [after - before for before, after in zip(lengths, lengths[2:], strict=False)][:-2] or [0]
+        del lengths[1 + gaps.index(min(gaps))]
+    return {length: checkpoints[length] for length in lengths[1:]}
 
 
 @dataclass
@@ -131,32 +163,34 @@ class RecurrentStates:
 
     def __init__(self, shapes: Mapping[int, RecurrentShape], slots: int, device: torch.device) -> None:
         self.shapes, self.slots, self._device = dict(shapes), slots, device
-        self._layers = [self._make_layer_states(self._initial_checkpoints()) for _ in range(slots)]
-        # For each slot: length -> layer -> checkpoint of the layer at that length. Nothing writes to these tensors.
-        self._saved_checkpoints: list[dict[int, dict[int, StateCheckpoint]]] = [{} for _ in range(slots)]
+        self._layers = [self._make_layer_states(self._initial_checkpoint()) for _ in range(slots)]
+        # For each slot: length -> the states after so many tokens, in host memory. Nothing writes to these tensors.
+        self._saved: list[dict[int, SlotCheckpoint]] = [{} for _ in range(slots)]
         self._lengths = [0] * slots
+        memory_info.reclaimables.add(self)
 
-    def _initial_checkpoints(self) -> dict[int, StateCheckpoint]:
-        """Returns layer -> the state before the first token, which is 0."""
-        device, checkpoints = self._device, {}
+    def _initial_checkpoint(self) -> SlotCheckpoint:
+        """Returns the states before the first token, which are 0, in host memory."""
+        device, checkpoint = _HOST, SlotCheckpoint()
         for layer, shape in self.shapes.items():
             conv_states = {i: torch.zeros(s, dtype=shape.dtype, device=device) for i, s in shape.conv_shapes.items()}
             size = shape.recurrent_shape
             state = None if size is None else torch.zeros(size, dtype=torch.float32, device=device)
-            checkpoints[layer] = StateCheckpoint(conv_states, state)
-        return checkpoints
+            checkpoint[layer] = StateCheckpoint(conv_states, state)
+        return checkpoint
 
-    def _make_layer_states(self, checkpoints: Mapping[int, StateCheckpoint]) -> dict[int, RecurrentLayerState]:
+    def _make_layer_states(self, checkpoint: SlotCheckpoint) -> dict[int, RecurrentLayerState]:
         """Returns layer -> a layer state that starts from a copy of the layer's checkpoint."""
-        return {layer: RecurrentLayerState(checkpoint.clone()) for layer, checkpoint in checkpoints.items()}
+        return {layer: RecurrentLayerState(state) for layer, state in checkpoint.copy_to(self._device).items()}
 
-    def _current_checkpoints(self, slot: int) -> dict[int, StateCheckpoint]:
-        return {layer: state.checkpoint for layer, state in self._layers[slot].items()}
+    def _current_checkpoint(self, slot: int) -> SlotCheckpoint:
+        return SlotCheckpoint({layer: state.checkpoint for layer, state in self._layers[slot].items()})
 
     @property
     def bytes_per_slot(self) -> int:
-        """Maximum number of bytes that a slot takes."""
-        return (1 + MAX_CHECKPOINTS) * sum(shape.nbytes for shape in self.shapes.values())
+        """Number of bytes of the device's memory that a slot needs."""
+        num_saved = MIN_CHECKPOINTS if self._device.type == "cpu" else 0
+        return (1 + num_saved) * sum(shape.nbytes for shape in self.shapes.values())
 
     def layer_state(self, slot: int, layer: int) -> RecurrentLayerState:
         """Returns the state of one layer in a slot, for a forward."""
@@ -169,28 +203,35 @@ class RecurrentStates:
         """Accepts tokens of the last forward in a slot with ``base_len`` committed tokens. ``path`` has the indices of
         the accepted tokens, counted from ``base_len``, strictly increasing."""
         layers = self._layers[slot].values()
-        is_prefill = any(layer.is_prefill for layer in layers)
+        is_prefill = any(layer.is_prefill for layer in layers) and bool(path)
+        if is_prefill:
+            self._save_checkpoint(slot)  # of an output's end; of a chunk's end it is saved already
         for layer in layers:
             layer.commit(path)
         self._lengths[slot] = base_len + len(path)
-        if is_prefill and path:
+        if is_prefill:
             self._save_checkpoint(slot)
 
     def _save_checkpoint(self, slot: int) -> None:
-        """Saves a slot's state. If more than MAX_CHECKPOINTS are saved, drops the one whose neighbours have the
-        smallest ratio of lengths, so that the saved lengths grow about geometrically."""
-        saved = self._saved_checkpoints[slot]
-        saved[self._lengths[slot]] = {layer: state.clone() for layer, state in self._current_checkpoints(slot).items()}
-        lengths = sorted(saved)
-        if len(lengths) > MAX_CHECKPOINTS:
-            ratios = [after / before for before, after in zip(lengths, lengths[2:], strict=False)]
-            del saved[lengths[1 + ratios.index(min(ratios))]]
+        """Saves a slot's state, and drops saved ones beyond the maximum number."""
+        saved = self.checkpoints(slot)
+        count, nbytes = MIN_CHECKPOINTS, len(saved) * sum(shape.nbytes for shape in self.shapes.values())
+        # Growing slots will need free memory later, so a slot's checkpoints may take at most a quarter of it.
+        if len(saved) > count and (memory_info.available_bytes(_HOST) or 0) > 4 * nbytes:
+            count += self._lengths[slot] // CHECKPOINT_SPACING
+        self._saved[slot] = thin_out(saved, count)
+
+    def reclaim(self) -> bool:
+        """Drops the checkpoints that only free memory allowed. Returns True if there were any."""
+        num_saved = sum(map(len, self._saved))
+        self._saved = [thin_out(saved, MIN_CHECKPOINTS) for saved in self._saved]
+        return sum(map(len, self._saved)) < num_saved
 
     def restorable_length(self, slot: int, length: int) -> int:
         """Returns the largest length up to ``length`` that :meth:`truncate` can restore; 0 is always possible."""
         if length >= self._lengths[slot]:
             return self._lengths[slot]
-        return max((n for n in self._saved_checkpoints[slot] if n <= length), default=0)
+        return max((n for n in self._saved[slot] if n <= length), default=0)
 
     def truncate(self, slot: int, length: int) -> None:
         """Restores the state after ``length`` tokens. Raises ValueError if no checkpoint has this length."""
@@ -198,33 +239,37 @@ class RecurrentStates:
             layer.drop_uncommitted()
         if length == self._lengths[slot]:
             return
-        saved = self._saved_checkpoints[slot]
-        if length and length not in saved:
+        if length and length not in self._saved[slot]:
             raise ValueError(
                 f"slot {slot} of {self._lengths[slot]} tokens cannot go back to {length}, as its recurrent layers have "
                 f"no checkpoint there; {self.restorable_length(slot, length)} is possible"
             )
-        self._saved_checkpoints[slot] = {n: states for n, states in saved.items() if n <= length}
-        checkpoints = saved[length] if length else self._initial_checkpoints()
-        self._layers[slot], self._lengths[slot] = self._make_layer_states(checkpoints), length
+        self.restore(slot, self._saved[slot], length)
 
     def copy_from(self, other: RecurrentStates, source_slot: int, slot: int, length: int) -> None:
         """Copies the state after ``length`` tokens from a slot of ``other``, where ``length`` must be restorable."""
-        saved = other._saved_checkpoints[source_slot]
-        if length == other._lengths[source_slot]:
-            checkpoints = other._current_checkpoints(source_slot)
-        else:
-            checkpoints = saved[length] if length else self._initial_checkpoints()
-        self._layers[slot], self._lengths[slot] = self._make_layer_states(checkpoints), length
-        self._saved_checkpoints[slot] = {n: states for n, states in saved.items() if n <= length}
+        self.restore(slot, other.checkpoints(source_slot), length)
+
+    def checkpoints(self, slot: int) -> dict[int, SlotCheckpoint]:
+        """Returns length -> the states after so many tokens, in host memory: the saved and the present ones."""
+        saved, length = self._saved[slot], self._lengths[slot]
+        return saved | ({length: self._current_checkpoint(slot).copy_to(_HOST)} if length not in {0, *saved} else {})
+
+    def restore(self, slot: int, checkpoints: Mapping[int, SlotCheckpoint], length: int) -> None:
+        """Makes the states after ``length`` tokens, 0 or one of the lengths, the states of a slot. Saves the others up
+        to this length."""
+        self._layers[slot] = self._make_layer_states(checkpoints[length] if length else self._initial_checkpoint())
+        self._lengths[slot] = length
+        self._saved[slot] = {n: checkpoint for n, checkpoint in checkpoints.items() if n <= length}
 
     def save(self, slot: int) -> dict[str, torch.Tensor]:
         """Returns a slot's states as named tensors on the host, for a snapshot file."""
+        saved = thin_out(self._saved[slot], MIN_CHECKPOINTS)
         return {
             f"{length}.{layer}.{name}": tensor.detach().cpu().contiguous()
-            for length, states in [("now", self._current_checkpoints(slot)), *self._saved_checkpoints[slot].items()]
-            for layer, checkpoint in states.items()
-            for name, tensor in checkpoint.named_tensors().items()
+            for length, checkpoint in [("now", self._current_checkpoint(slot)), *saved.items()]
+            for layer, state in checkpoint.items()
+            for name, tensor in state.named_tensors().items()
         }
 
     def load(self, slot: int, tensors: Mapping[str, torch.Tensor], length: int) -> None:
@@ -233,22 +278,22 @@ class RecurrentStates:
         Raises:
             ValueError: a tensor is missing, or has another shape than the state of this model's layer.
         """
-        states = {key: self._load_checkpoints(key, tensors) for key in {"now", *(n.split(".")[0] for n in tensors)}}
-        self._layers[slot], self._lengths[slot] = self._make_layer_states(states.pop("now")), length
-        self._saved_checkpoints[slot] = {int(key): checkpoints for key, checkpoints in states.items()}
+        checkpoints = {key: self._load_checkpoint(key, tensors) for key in {"now", *(n.split(".")[0] for n in tensors)}}
+        self._layers[slot], self._lengths[slot] = self._make_layer_states(checkpoints.pop("now")), length
+        self._saved[slot] = {int(key): checkpoint for key, checkpoint in checkpoints.items()}
 
-    def _load_checkpoints(self, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[int, StateCheckpoint]:
-        """Loads the checkpoints that :meth:`save` named ``key``, a length or "now"."""
-        checkpoints = self._initial_checkpoints()
-        for layer, checkpoint in checkpoints.items():
-            for name, target in checkpoint.named_tensors().items():
+    def _load_checkpoint(self, key: str, tensors: Mapping[str, torch.Tensor]) -> SlotCheckpoint:
+        """Loads the states that :meth:`save` named ``key``, a length or "now", to host memory."""
+        checkpoint = self._initial_checkpoint()
+        for layer, state in checkpoint.items():
+            for name, target in state.named_tensors().items():
                 tensor = tensors.get(f"{key}.{layer}.{name}")
                 if tensor is None or tensor.shape != target.shape:
                     raise ValueError(f"{key}.{layer}.{name} is not the state of this model's layer")
                 target.copy_(tensor)
             names = (f"{key}.{layer}.pending.{i}" for i in range(len(tensors)))
-            checkpoint.pending_inputs = tuple(tensors[name].to(self._device) for name in names if name in tensors)
-        return checkpoints
+            state.pending_inputs = tuple(tensors[name] for name in names if name in tensors)
+        return checkpoint
 
 
 def _select(inputs: torch.Tensor, path: Sequence[int]) -> torch.Tensor:

@@ -46,6 +46,7 @@ class SnapshotHeader(NamedTuple):
         feature_layers: layers whose hidden states are stored; may be empty.
         rope_regime: RoPE regime of the KV (``TargetRunner.rope_regime``).
         checksums: name of a tensor -> checksum of the tensor.
+        checkpoint_lengths: numbers of tokens after which the file has states of recurrent layers; may be empty.
     """
 
     tokens: array[int]
@@ -53,6 +54,7 @@ class SnapshotHeader(NamedTuple):
     feature_layers: tuple[int, ...]
     rope_regime: str
     checksums: dict[str, int]
+    checkpoint_lengths: frozenset[int]
 
 
 def save(
@@ -190,7 +192,9 @@ def _parse_header(file: Any, metadata: dict[str, str]) -> SnapshotHeader:
         raise ValueError("its header is not what was written")
     tokens = array("q", _read_tensor(file, "tokens", checksums).tolist())
     feature_layers = tuple(int(n) for n in metadata.get("feature_layers", "").split(",") if n)
-    return SnapshotHeader(tokens, metadata["target"], feature_layers, metadata.get("kind", ""), checksums)
+    keys = {name.split(".")[2] for name in checksums if name.startswith(_STATES_PREFIX)}
+    lengths = frozenset(len(tokens) if key == "now" else int(key) for key in keys if key == "now" or key.isdecimal())
+    return SnapshotHeader(tokens, metadata["target"], feature_layers, metadata.get("kind", ""), checksums, lengths)
 
 
 def _read_tensor(file: Any, name: str, checksums: Mapping[str, int]) -> torch.Tensor:

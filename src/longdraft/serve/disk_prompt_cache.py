@@ -27,7 +27,8 @@ from longdraft.memory.token_ids import common_prefix_len, to_array
 logger = logging.getLogger("longdraft")
 
 _FILE_SUFFIX = ".kv.safetensors"
-_MAX_HEADER_BYTES = 1024  # an estimate of a file's size adds this for the header
+# An estimate of a file's size adds this for the header, and this for each tensor of a state in the header.
+_MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class _SnapshotFile:
     feature_layers: tuple[int, ...]  # layers whose hidden states the snapshot has
     size: int  # in bytes
     rope_regime: str  # only a prompt with this value can use the KV
+    checkpoint_lengths: frozenset[int]  # of a model with recurrent layers, numbers of tokens that can be restored
 
 
 def create_snapshot_folder(folder: Path) -> None:
@@ -87,8 +89,8 @@ class DiskPromptCache(PromptCache):
         self._written.discard(slot)
         prompt = to_array(prompt)
         tokens = prompt[:-1]  # the last token is always computed, for its logits
-        len_in_slots = max(self._common_prefix_len(s, tokens, rope_regime) for s in range(len(self.tokens)))
-        len_in_memory = max(len_in_slots, self._prefix_len_in_tree(tokens, rope_regime)) // chunk_size * chunk_size
+        len_in_slots = max(self._reusable_len(s, tokens, chunk_size, rope_regime) for s in range(len(self.tokens)))
+        len_in_memory = max(len_in_slots, self._prefix_len_in_tree(tokens, chunk_size, rope_regime))
         path, len_in_file = self._best_match(tokens, rope_regime)
         len_in_file = len_in_file // chunk_size * chunk_size
         if path is not None and len_in_file >= self._min_tokens:
@@ -125,6 +127,8 @@ class DiskPromptCache(PromptCache):
         for path, file in self._files.items():
             if file.rope_regime == rope_regime and (not feature_layers or file.feature_layers == feature_layers):
                 shared_len = common_prefix_len(file.tokens, tokens)
+                if file.checkpoint_lengths:
+                    shared_len = max((n for n in file.checkpoint_lengths if n <= shared_len), default=0)
                 if shared_len > best_len:
                     best_path, best_len = path, shared_len
         return best_path, best_len
@@ -136,6 +140,8 @@ class DiskPromptCache(PromptCache):
         size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
         if store.features is not None:
             size += len(tokens) * store.features[slot, 0].nbytes  # [slot, 0]: the hidden states of one token
+        state_tensors = (tensor for states in store.states for tensor in states.save(slot).values())
+        size += sum(tensor.nbytes + _MAX_ENTRY_BYTES for tensor in state_tensors)
         superfluous = [path for path, file in self._files.items() if self._is_superfluous(file, tokens, rope_regime)]
         evicted = self._choose_evicted(size, superfluous)
         if evicted is None:
@@ -152,7 +158,9 @@ class DiskPromptCache(PromptCache):
             for old in evicted:
                 self._drop(old)
             snapshot.save(store, slot, tokens, self._fingerprint, path, rope_regime)
-            self._files[path] = _SnapshotFile(tokens, store.feature_layers, path.stat().st_size, rope_regime)
+            header = snapshot.read_header(path)
+            assert header is not None
+            self._files[path] = self._describe(path, header)
         except (OSError, MemoryBudgetError, RuntimeError) as error:  # RuntimeError: a GPU is out of memory
             self._warn("write", str(error))
             return False
@@ -215,9 +223,12 @@ class DiskPromptCache(PromptCache):
             else:
                 headers |= {} if header is None else {path: header}
         for path in sorted(headers, key=lambda path: path.stat().st_mtime_ns):
-            header = headers[path]
-            tokens = header.tokens if header.target_fingerprint == self._fingerprint else to_array(())
-            self._files[path] = _SnapshotFile(tokens, header.feature_layers, path.stat().st_size, header.rope_regime)
+            self._files[path] = self._describe(path, headers[path])
+
+    def _describe(self, path: Path, header: snapshot.SnapshotHeader) -> _SnapshotFile:
+        tokens = header.tokens if header.target_fingerprint == self._fingerprint else to_array(())
+        size, lengths = path.stat().st_size, header.checkpoint_lengths
+        return _SnapshotFile(tokens, header.feature_layers, size, header.rope_regime, lengths)
 
     def _drop(self, path: Path) -> None:
         """Deletes a file. If that fails, the next start finds it again."""
