@@ -64,7 +64,7 @@ TEXTS = [document(20 + i, 1 + 5 * (i % 3), i) for i in range(6)]
 
 @pytest.fixture
 def cached(tmp_path):
-    def make(documents=TEXTS, identity="a target", layers=(), dtype=torch.float32, last=False, offset=3):
+    def make(documents=TEXTS, identity="a target", layers=(), dtype=torch.float32, last=False, offset=0):
         made = reader(layers, dtype, last, tmp_path / "c", identity)
         return [made.read(each, offset) for each in documents]
 
@@ -83,11 +83,11 @@ def test_from_disk_as_live_to_the_bit(cached, tmp_path, forwards, layers, dtype)
     assert not forwards and len(files(tmp_path)) == 6
     live = reader(layers, dtype, True)
     for i, pair in enumerate(zip(written, stored, strict=True)):
-        computed = live.read(TEXTS[i], 3)
+        computed = live.read(TEXTS[i])
         for found in pair:
             assert torch.equal(found.token_ids, computed.token_ids) and (found.start, found.offset) == (
                 computed.start,
-                3,
+                0,
             )
             assert found.tensors.keys() == computed.tensors.keys() and torch.equal(
                 found.target_argmax, computed.target_argmax
@@ -97,7 +97,7 @@ def test_from_disk_as_live_to_the_bit(cached, tmp_path, forwards, layers, dtype)
 
 @pytest.mark.parametrize(
     "other",
-    [{"identity": "another"}, {"last": True}, {"offset": 4}, {"layers": LAYERS}, {"layers": (1, 2)},
+    [{"identity": "another"}, {"last": True}, {"layers": LAYERS}, {"layers": (1, 2)},
      {"documents": [Document([(t + 1) % 61 for t in d.token_ids], d.start) for d in TEXTS]},
      {"documents": [Document(d.token_ids, d.start + 1) for d in TEXTS]}],
 )  # fmt: skip
@@ -110,6 +110,13 @@ def test_others_features_lie_beside(cached, tmp_path, other):
     cached(**other)
     after = files(tmp_path)
     assert len(after) == 12 and before.items() <= after.items()
+
+
+def test_a_text_has_one_file_for_all_offsets(cached, tmp_path):
+    cached()
+    before = files(tmp_path)
+    assert [found.offset for found in cached(offset=4)] == [4] * 6
+    assert files(tmp_path) == before
 
 
 def test_a_damaged_file(cached, tmp_path):

@@ -320,9 +320,8 @@ def test_offsets_are_drawn_anew_in_each_epoch(config, tmp_path):
         assert all(0 <= n <= 300 for each in drawn for n in each) and len({*drawn[0]}) > 5
         assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
         text, offset = began.train_documents[0], began.anchor_offset(0, 1)
-        assert began.feature_reader(()).read(text, offset, began.anchor_offset(0, 0)).positions[-1] - offset + 1 == len(
-            text.token_ids
-        )
+        positions = began.feature_reader(()).read(text, offset).positions
+        assert positions[-1] - offset + 1 == len(text.token_ids)
 
 
 def test_the_targets_loss_with_offsets_is_told_once(config):

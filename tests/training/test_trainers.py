@@ -115,7 +115,7 @@ def test_a_cached_text_moves_with_its_offset():
         cached = FeatureReader(runner, torch.float32, (), cache=Path(folder))
         for offset in (0, 90, 7, 300):
             found, wanted = (
-                cached.read(document, offset, cached_offset=50),
+                cached.read(document, offset),
                 FeatureReader(runner, torch.float32).read(document, offset),
             )
             assert found.offset == offset and torch.equal(found.positions, wanted.positions)

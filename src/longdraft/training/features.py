@@ -124,31 +124,28 @@ class FeatureReader:
         self.cache, self._identity = cache, repr((identity, self.tensor_names, self.layers))
         self._store: KVStore | None = None
 
-    def read(self, document: Document, offset: int = 0, cached_offset: int | None = None) -> Features:
+    def read(self, document: Document, offset: int = 0) -> Features:
         """Returns the features of a document with an anchor-offset, from the cache if there is one. Raises
         CheckpointError if a cache file is damaged or cannot be written, MemoryBudgetError if the KV does not fit.
 
-        Args:
-            cached_offset: the document's offset in the cache; None: ``offset``. Cached keys are rotated to ``offset``.
-                Values and states stay, because the offset hardly changes them (LongSpec, section 3.2).
+        The cache has features without an offset, for runs of every offset and seed. Keys are rotated to the offset;
+        values and states stay, because the offset hardly changes them (LongSpec, section 3.2).
         """
         if self.cache is None:
             return self.compute(document, offset)
-        cached_offset = offset if cached_offset is None else cached_offset
-        features = self._read_cached(document, cached_offset)
-        if offset != cached_offset and "keys" in self.tensor_names:
-            positions, keys = torch.tensor([0, abs(offset - cached_offset)]), features.tensors["keys"]
+        features = self._read_cached(document)
+        if offset and "keys" in self.tensor_names:
+            positions, keys = torch.tensor([0, offset]), features.tensors["keys"]
             cos, sin = (t.to(keys.device) for t in self.runner.shared_parts.rotary(positions.to(self.runner.device)))
-            sin = sin if offset > cached_offset else -sin  # a negative angle has the opposite sine
             # cos at position 0 is YaRN's attention factor (1 without YaRN), which the keys have already.
             keys[NUM_ANCHORS:] = apply_rotary(keys[NUM_ANCHORS:], cos[1:] / cos[:1], sin[1:] / cos[:1])
         features.offset = offset
         return features
 
-    def _read_cached(self, document: Document, offset: int) -> Features:
+    def _read_cached(self, document: Document) -> Features:
         """Reads features from the cache, or computes and stores them. The loss mask is not stored."""
         assert self.cache is not None
-        hashed = hashlib.sha256(f"{self._identity}/{document.start}/{offset}/".encode())
+        hashed = hashlib.sha256(f"{self._identity}/{document.start}/0/".encode())
         hashed.update(array("q", document.token_ids).tobytes())
         digest = hashed.hexdigest()[:32]
         path = self.cache / digest[:2] / f"{digest}.safetensors"
@@ -160,8 +157,8 @@ class FeatureReader:
             if tensors.keys() == names:
                 argmax = tensors.pop("likeliest").long() if self.with_argmax else None
                 ids = torch.tensor(document.token_ids)
-                return Features(ids, document.start, offset, tensors, argmax, document.loss_mask)
-        features = self.compute(document, offset)
+                return Features(ids, document.start, 0, tensors, argmax, document.loss_mask)
+        features = self.compute(document, 0)
         argmax = features.target_argmax
         tensors = features.tensors | ({} if argmax is None else {"likeliest": argmax.int()})
         with atomic_write(path) as part:

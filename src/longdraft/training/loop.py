@@ -170,9 +170,8 @@ class TrainingLoop:
         return num_labels - documents.masked_counts[i]
 
     def _features(self, i: int, epoch: int) -> Features:
-        """Returns the features of document i with the anchor-offset of an epoch. The cache has those of epoch 0."""
-        offset = self.session.anchor_offset
-        return self._reader.read(self._documents[i], offset(i, epoch), cached_offset=offset(i, 0))
+        """Returns the features of document i with the anchor-offset of an epoch."""
+        return self._reader.read(self._documents[i], self.session.anchor_offset(i, epoch))
 
     def _step(self) -> StepReport:
         """Takes a step of the optimizer, and measures simulated acceptance if a measurement is due."""
