@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from longdraft.model.gguf.header import GGUFTensor
 from longdraft.model.layers.experts import DOWN, StoredExperts, as_parameters, is_moe_experts
 from longdraft.model.quant.stored import ArrangedLinear
 from longdraft.native import QuantizedMatrix
+from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.quantized_matrix import QUANT_SIZES, quantize_blocks
 
 LoadedWeight = torch.Tensor | QuantizedMatrix | ArrangedLinear
 
-_CHUNK_ROWS = 4096  # number of rows that are requantized at a time, to limit memory
+_CHUNK_ROWS = 256  # number of rows that a thread converts at a time, to limit memory
 
 # Short names (:func:`_short_name`) of tensors whose shape differs from the parameter's.
 _RESHAPED_TENSORS = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
@@ -116,15 +118,16 @@ def read_tensor(tensor: GGUFTensor, requantize: bool) -> torch.Tensor | Quantize
     import gguf
 
     requantize = requantize and is_foreign(tensor)
-    blocks = data.reshape(-1, data.shape[-1])
-    scales = torch.ones(1) if tensor.scale is None else torch.from_numpy(tensor.scale)
-    row_scales = scales.repeat_interleave(len(blocks) // len(scales))[:, None]  # each expert has a scale
-    converted = []
-    for rows, factors in zip(blocks.split(_CHUNK_ROWS), row_scales.split(_CHUNK_ROWS), strict=True):
+
+    def convert(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         floats = torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[quant_type])).float()
-        floats = floats * factors
-        converted.append(quantize_blocks(floats, "Q8_0") if requantize else floats)
-    matrix = torch.cat(converted)
+        return quantize_blocks(floats * factors, "Q8_0") if requantize else floats * factors
+
+    rows = data.reshape(-1, data.shape[-1])
+    scales = torch.ones(1, **CPU_FLOAT32) if tensor.scale is None else torch.from_numpy(tensor.scale)
+    row_scales = scales.repeat_interleave(len(rows) // len(scales))[:, None]  # each expert has a scale
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        matrix = torch.cat([*pool.map(convert, rows.split(_CHUNK_ROWS), row_scales.split(_CHUNK_ROWS))])
     return QuantizedMatrix(matrix, "Q8_0") if requantize else matrix.view(*data.shape[:-1], -1)
 
 
