@@ -66,17 +66,6 @@ def test_blocks_of_every_kind_stay_as_they_are_stored_and_decode_as_unpacked_one
     assert torch.isfinite(own).all()
 
 
-@pytest.mark.parametrize("kind", ["IQ2_XXS", "TQ1_0"])
-def test_blocks_that_are_not_served_are_named(kind, tmp_path):
-    file, said = tmp_path / "a.gguf", list[str]()
-    expected = write_gguf(file, kind=kind, hidden=256).state_dict()
-    with pytest.raises(CapabilityError, match="--weights"):
-        load(file, device="cpu", weights="stored")
-    model = load(file, device="cpu", progress=said.append).model
-    assert kind in said[-1] and torch.isfinite(model(ids()).logits).all()
-    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
-
-
 def test_without_kernels_weights_are_unpacked_at_the_start(small, monkeypatch):
     expected = load(small, device="cpu", arithmetic="float32").model
     monkeypatch.setenv("LONGDRAFT_NATIVE", "0")

@@ -32,7 +32,7 @@ HALVES = {
         "IQ4_NL": (0,),
         "IQ4_XS": (0,),
     },
-    **{"IQ2_XXS": (0,), "TQ1_0": (52,)},
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
 }
 
 
@@ -40,7 +40,8 @@ def write_gguf(
     file: Path, family: Family = "llama", kind: str | Callable[[str], str] = "Q8_0", *, words: str = "F16",
     tie: bool = True, rope_freqs: Sequence[float] = (), rope: Mapping[str, Any] = MappingProxyType({}),
     tokens: Sequence[str] = (), by_length: bool = False, pre: str = "smollm",
-    numbers: Mapping[str, Any] = MappingProxyType({}), split: int = 0, **over: Any,
+    numbers: Mapping[str, Any] = MappingProxyType({}), split: int = 0,
+    beside: Mapping[str, Sequence[float]] = MappingProxyType({}), **over: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Writes a full model of some 100 kB, with a byte tokenizer that has two merges.
 
@@ -52,6 +53,7 @@ def write_gguf(
         tokens: the first tokens of the tokenizer, in place of the usual ones.
         pre: the pre-tokenizer. numbers: further fields, or other values, by their full names.
         split: tensors of each split file; 0: one file.
+        beside: further tensors in float32.
         over: arguments of :func:`tests.support.tiny.tiny_model`.
 
     Returns:
@@ -64,9 +66,9 @@ def write_gguf(
     own = {f"rope.{name}": value for name, value in rope.items()}
     if family.startswith("gemma"):
         own["attention.sliding_window"] = config.sliding_window
-    tensors = {"rope_freqs.weight": rope_freqs} if rope_freqs else {}
+    tensors = dict(beside) | ({"rope_freqs.weight": rope_freqs} if rope_freqs else {})
     if by_length:
-        tensors = {f"rope_factors_{text}.weight": [1.0] * (config.head_dim // 2) for text in ("long", "short")}
+        tensors |= {f"rope_factors_{text}.weight": [1.0] * (config.head_dim // 2) for text in ("long", "short")}
     fields = {"general.name": "mistral" if family == "mistral" else "Some Training Run"}
     fields |= {f"{architecture}.{name}": value for name, value in (decoder_fields(config) | own).items()}
     fields |= tokenizer_fields(pre, config.vocab_size, tokens) | dict(numbers)
@@ -263,8 +265,12 @@ def blocks_of(weights: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     data = rng.integers(0, 256, (len(weights), weights.shape[1] // count, size), dtype=np.uint8)
     if kind.name == "MXFP4":
         data[..., 0] = 122
+    if kind.name == "NVFP4":
+        data[..., :4] = (8, 9, 10, 11)
+    if kind.name == "IQ1_M":  # the scale is in the high halves of four bytes
+        data[..., 49::2] = data[..., 49::2] & 15 | np.array([0x90, 0x10, 0x80, 0x10], np.uint8)
     for at in HALVES.get(kind.name, ()):
-        data[..., at : at + 2] = np.array([2e-4], dtype=np.float16).view(np.uint8)
+        data[..., at : at + 2] = np.array([2e-3 if kind.name == "IQ1_S" else 2e-4], dtype=np.float16).view(np.uint8)
     return data.reshape(len(weights), -1)
 
 

@@ -7,7 +7,8 @@ the scores (1, vocabulary) of one sequence, once for each emitted token, in orde
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ _BATCH_PROCESSORS = {
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
 }
+# Classes of grammar libraries that deepcopy cannot copy (xgrammar, llguidance, and outlines, which uses both): grammars
+# and vocabularies, which are immutable, and matchers, with the method that copies one with its state.
+_IMMUTABLE_CLASSES = ("CompiledGrammar", "TokenizerInfo", "LLTokenizer")
+_MATCHER_COPIES = {"GrammarMatcher": "fork", "LLMatcher": "deep_copy"}
+_MAX_DEPTH = 3  # attributes of attributes, and items of lists in them, are searched for such objects
+_WAY = (
+    "give each prompt a processor of its own, by Request(processors=[...]) in Speculator.generate, or give one prompt "
+    "at a time"
+)
 # Few tokens have at least this probability, so sorting these tokens is cheap. top-p rarely keeps a less likely token.
 _MIN_PROBABILITY = 1e-5
 
@@ -44,7 +54,7 @@ class FastTopP(TopPLogitsWarper):
 
 
 def copy_processors(processors: Iterable[Any]) -> LogitsProcessorList:
-    """Copies processors with their state. Models and tokenizers that a processor refers to are shared, not copied.
+    """Copies processors with their state. Models, tokenizers and grammars that a processor refers to are shared.
 
     Raises:
         CapabilityError: a processor cannot be copied; the message names it.
@@ -78,11 +88,13 @@ def _for_sequence(processor: Any, sequence_index: int, num_sequences: int) -> An
     is_of_other_batch = padding_lens is not None and padding_lens.shape[0] != num_sequences
     needs_whole_batch = is_of_other_batch or name in _BATCH_PROCESSORS or getattr(processor, "state", None) is not None
     grammars = getattr(processor, "compiled_grammars", ())  # of xgrammar: one for the batch, or one for each sequence
-    if (is_transformers and needs_whole_batch) or len(grammars) not in (0, 1, num_sequences):
+    # xgrammar makes its matchers in the first call, and outlines' processors, which have an adapter, note that call.
+    is_first_call = getattr(processor, "is_first_token", True) or not hasattr(processor, "tensor_adapter")
+    is_used = bool(grammars and getattr(processor, "matchers", ())) or not is_first_call
+    if (is_transformers and needs_whole_batch) or is_used or len(grammars) not in (0, 1, num_sequences):
         raise CapabilityError(
             f"longdraft calls logits processors with one row, and this {name} is made for another batch, or for all "
-            f"{num_sequences} rows of this one: give one prompt at a time, or leave "
-            f"{_BATCH_PROCESSORS.get(name, 'it')} out."
+            f"{num_sequences} rows of this one: {_WAY}, or leave {_BATCH_PROCESSORS.get(name, 'it')} out."
         )
     copied = _copy(processor)
     if len(grammars) > 1:
@@ -93,14 +105,25 @@ def _for_sequence(processor: Any, sequence_index: int, num_sequences: int) -> An
 
 
 def _copy(processor: Any) -> Any:
-    attributes = vars(processor) if hasattr(processor, "__dict__") else {}
-    shared = [p for p in attributes.values() if isinstance(p, (torch.nn.Module, PreTrainedTokenizerBase))]
-    shared += attributes.get("compiled_grammars", ())  # immutable, so sharing is safe
     try:
-        return copy.deepcopy(processor, {id(x): x for x in shared})  # the memo: objects in it are not copied
+        return copy.deepcopy(processor, {id(part): copied for part, copied in _special_copies(processor)})  # the memo
     except Exception as error:  # a user's class may raise anything
         raise CapabilityError(
             f"{type(processor).__name__} cannot be copied ({error}), and every row of a batch needs a logits processor "
-            "of its own, because rows are decoded at their own pace. Give it a __deepcopy__, or decode one prompt at a "
-            "time."
+            f"of its own, because rows are decoded at their own pace: {_WAY}, or give it a __deepcopy__."
         ) from error
+
+
+def _special_copies(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yields (part, copy) for parts of a processor that deepcopy must not or cannot copy. Most are their own copies."""
+    name, shared_types = type(value).__name__, (torch.nn.Module, PreTrainedTokenizerBase, ModuleType)
+    if depth and (isinstance(value, shared_types) or name in _IMMUTABLE_CLASSES):
+        yield value, value
+    elif name in _MATCHER_COPIES and hasattr(value, _MATCHER_COPIES[name]):
+        yield value, getattr(value, _MATCHER_COPIES[name])()
+    elif depth < _MAX_DEPTH:
+        attributes = vars(value) if hasattr(value, "__dict__") else {}
+        yield from ((grammar, grammar) for grammar in attributes.get("compiled_grammars", ()))
+        parts = value if isinstance(value, (list, tuple)) else attributes.values()
+        for part in parts:
+            yield from _special_copies(part, depth + 1)

@@ -141,7 +141,9 @@ def make_requests(prompts: object, settings: RequestSettings) -> list[Request]:
     allowed = RequestSettings.__annotations__
     for name in settings:
         if name not in allowed:
-            raise ArgumentError(f"There is no setting {name}: {suggestion(name, allowed) or listed(allowed)}")
+            is_field = name in Request.__dataclass_fields__
+            way = f"give each prompt its own, as Request(prompt, {name}=...)" if is_field else suggestion(name, allowed)
+            raise ArgumentError(f"There is no setting {name}: {way or listed(allowed)}")
     is_single = isinstance(prompts, str | Request) or _are_token_ids(prompts := _to_list(prompts))
     prompt_list = [prompts] if is_single else cast("list[Any]", prompts)
     if not prompt_list:

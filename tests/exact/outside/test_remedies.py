@@ -18,6 +18,7 @@ import longdraft
 from longdraft import Request, Speculator
 from longdraft.errors import CapabilityError, CheckpointError, PromptError
 from tests.support.gguf_files import write_gguf
+from tests.support.methods import METHODS, VOCABULARY, target
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5] * 6])
@@ -43,7 +44,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, beside: str | None) -> Non
         longdraft.load(tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "word"), [(41, "Q1_0"), (9, "Q8_1"), (42, "42"), (97, "97")])
+@pytest.mark.parametrize(("kind", "word"), [(41, "Q1_0"), (9, "Q8_1"), (42, "Q2_0"), (97, "97")])
 def test_blocks_that_are_not_unpacked_are_named(tmp_path: Path, kind: int, word: str) -> None:
     write_gguf(path := tmp_path / "a.gguf")
     content = bytearray(path.read_bytes())
@@ -113,6 +114,115 @@ def test_a_grammar_for_a_batch(method: str | None, steps: tuple[int, ...]) -> No
     with pytest.raises(CapabilityError, match="OfABatch"):  # for another batch
         grammars = [OfABatch([Compiled(2), Compiled(3), Compiled(4)])]
         model.generate(TWO, **known, logits_processor=grammars, custom_generate=spec)
+
+
+# --- grammars of the shapes of outlines', by xgrammar and llguidance: neither grammars, matchers nor modules are copied
+
+
+class CompiledGrammar(Compiled):
+    pass
+
+
+class LLTokenizer(Compiled):
+    pass
+
+
+class LLMatcher(Matcher):
+    def deep_copy(self) -> LLMatcher:
+        copied = LLMatcher(self.step)
+        copied.at = self.at
+        return copied
+
+
+class GrammarMatcher(Matcher):
+    def fork(self) -> GrammarMatcher:
+        copied = GrammarMatcher(self.step)
+        copied.at = self.at
+        return copied
+
+
+class Adapter:
+    def __init__(self) -> None:
+        self.torch = torch
+
+
+class OfOutlines(LogitsProcessor):
+    """Makes a matcher a row at the first token."""
+
+    matcher_class: type[Matcher]
+
+    def __init__(self) -> None:
+        self.tensor_adapter, self.is_first_token = Adapter(), True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.is_first_token:
+            self.matchers_of_rows: list[Any] = [self.matcher_class(3) for _ in input_ids]
+            self.mask = self._mask
+        else:
+            for row, matcher in zip(input_ids, self.matchers_of_rows, strict=True):
+                assert (int(row[-1]) - matcher.at) % matcher.step == 0
+                matcher.at += 1
+        self.is_first_token = False
+        return self.mask(scores)
+
+    def _mask(self, scores: torch.Tensor) -> torch.Tensor:
+        tokens = self.tensor_adapter.torch.arange(scores.shape[1])
+        for row, matcher in zip(scores, self.matchers_of_rows, strict=True):
+            row[(tokens - matcher.at) % matcher.step != 0] = -torch.inf
+        return scores
+
+
+class ByXGrammar(OfOutlines):
+    matcher_class = GrammarMatcher
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.xgr, self.compiled_grammar = importlib, CompiledGrammar(3)
+
+
+class ByLLGuidance(OfOutlines):
+    matcher_class = LLMatcher
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grammar, self.llg_tokenizer = "three", LLTokenizer(3)
+
+
+@pytest.mark.parametrize("processor", [ByXGrammar, ByLLGuidance])
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_a_grammar_that_holds_what_cannot_be_copied(method: str, processor: type[OfOutlines]) -> None:
+    model, made = tiny_model(), processor()
+    spec = Speculator(method, target=model)
+    known = {"attention_mask": torch.ones_like(TWO), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(TWO, **known, logits_processor=[processor()])
+    for _ in range(2):  # the rows have copies, so it serves again
+        assert torch.equal(model.generate(TWO, **known, logits_processor=[made], custom_generate=spec), expected)
+    requests = [Request(row.tolist(), 24, processors=[processor()]) for row in TWO]
+    results = spec.generate(requests)
+    assert [result.token_ids for result in results] == expected[:, TWO.shape[1] :].tolist()
+    assert method == "ar" or sum(result.drafted for result in results) > sum(result.accepted for result in results) > 0
+    made(TWO, torch.zeros(2, 61))
+    with pytest.raises(CapabilityError, match=rf"{processor.__name__}.*Request\(processors="):  # is in a text
+        model.generate(TWO, **known, logits_processor=[made], custom_generate=spec)
+
+
+@pytest.mark.parametrize("processor", [ByXGrammar, ByLLGuidance])
+def test_a_method_that_samples_ahead_copies_matchers_with_their_state(
+    spec_factory: Any, processor: type[OfOutlines]
+) -> None:
+    model = target()
+    prompt = [token % VOCABULARY for token in IDS[0].tolist()]
+    plain, drafted = (
+        spec.generate([Request(prompt, 24, processors=[processor()])])[0]
+        for spec in (Speculator("ar", target=model), spec_factory.spec(METHODS["triforce"], model))
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.drafted >= drafted.accepted > 0  # with all KV in view, its drafts are the target's tokens
+
+
+def test_processors_of_all_prompts_have_their_place() -> None:
+    with pytest.raises(longdraft.errors.ArgumentError, match=r"Request\(prompt, processors="):
+        Speculator(target=tiny_model()).generate(IDS.tolist(), processors=[ByXGrammar()])  # type: ignore[call-arg]
 
 
 # --- python -OO, %autoreload ---

@@ -30,6 +30,8 @@ _TEMPLATE_FIELD, _MAX_SHORT_BYTES = "tokenizer.chat_template", 1 << 13
 # Value types of GGUF fields (GGUFValueType). Scalar types -> format codes of the module struct.
 _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Ids of ggml types that versions of the package gguf lack -> names.
+_NEW_TYPES = {39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
 # Limits, many times above any real model: Python objects take far more memory than their bytes in a file.
 _LIMITS = {
     "fields": 1 << 12, "bytes of a name": 1 << 12, "tensors": 1 << 16, "items": 1 << 21, "parts": 1 << 12,
@@ -44,12 +46,14 @@ class GGUFTensor(NamedTuple):
         quant_type: name of the tensor's ggml type, such as Q4_K.
         shape: sizes in GGUF's order, where the first dimension is contiguous.
         data: the bytes, mapped from the file, in torch's order: (..., bytes of a row) uint8; float32 for the type F32.
+        scale: None, or a factor of all weights (1,) or of each expert's weights (experts,), which NVFP4 has.
     """
 
     name: str
     quant_type: str
     shape: tuple[int, ...]
     data: np.ndarray[Any, Any]
+    scale: np.ndarray[Any, Any] | None = None
 
 
 def require_package(package: str, path: Path) -> None:
@@ -91,6 +95,13 @@ class GGUFHeader:
         if (architecture := self.field("general.architecture")) is None:
             raise ValueError("it names no architecture")
         self.architecture = str(architecture)
+        for name in [name for name, tensor in self.tensors.items() if tensor.quant_type == "NVFP4"]:
+            stem = name.removesuffix(".weight")
+            self.tensors.pop(f"{stem}.input_scale", None)  # of activations in 4 bits
+            # In Gemma 4 the router multiplies by the scales of the experts' down projections.
+            is_router_scale = self.architecture == "gemma4" and stem.endswith("ffn_down_exps")
+            if not is_router_scale and (scale := self.tensors.pop(f"{stem}.scale", None)) is not None:
+                self.tensors[name] = self.tensors[name]._replace(scale=scale.data)
 
     def field(self, name: str) -> Any:
         """Returns the field with the full name ``name``, or None."""
@@ -226,17 +237,17 @@ def _quant_type(type_id: int) -> Any:
     """Returns the gguf.GGMLQuantizationType of an id. Raises CheckpointError if the package gguf cannot unpack it."""
     import gguf
 
-    name = f"number {type_id}"
+    name = _NEW_TYPES.get(type_id, "unknown")
     try:
         quant_type = gguf.GGMLQuantizationType(type_id)
         name, (block_size, block_bytes) = quant_type.name, gguf.GGML_QUANT_SIZES[quant_type]
         if block_size > 1:
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), quant_type)
         return quant_type
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, KeyError, NotImplementedError) as error:
         raise CheckpointError(
-            f"It has blocks of the type {name}, which the installed package gguf does not unpack: use the model in "
-            "another quantisation (Q4_K_M, Q8_0), or pip install -U gguf."
+            f"It has blocks of the type {name} (number {type_id}), which the installed package gguf does not unpack: "
+            "use the model in another quantisation (Q4_K_M, Q8_0), or pip install -U gguf."
         ) from error
 
 

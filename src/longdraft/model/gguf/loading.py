@@ -28,7 +28,6 @@ from longdraft.model.load.eos_tokens import config_eos_ids, eos_ids
 from longdraft.model.quant import stored, stored_model
 from longdraft.model.rope import stretch_rope
 from longdraft.native import kernels, unavailable_reason
-from longdraft.native.quantized_matrix import QUANT_SIZES
 
 logger = logging.getLogger(__name__)
 
@@ -93,19 +92,23 @@ class GGUFFile(GGUFHeader):
             logger.warning("%s: its pre-tokenizer %s is unknown, so tokens may differ.", self.path, pre_tokenizer)
         return tokenizer
 
-    def load_model(self, config: Any, require_all: bool = True) -> PreTrainedModel:
+    def load_model(self, config: Any, requantize: bool, layer: int | None = None) -> PreTrainedModel:
         """Builds the model in float32, with quantized matrices mapped from the file.
 
         Args:
-            require_all: True: an unused tensor of the file is an error.
+            requantize: as for :func:`.tensor_mapping.read_tensor`.
+            layer: the only decoder layer whose weights are loaded; None: all weights are loaded.
 
         Raises:
-            CheckpointError: a weight is missing or does not have the config's size, or a tensor is unused.
+            CheckpointError: a weight is missing or does not have the config's size, or (``layer`` is None) a tensor of
+                the file is unused.
         """
         with stored_model.init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         name_map, tensors = self.tensor_name_map(config), self.tensors
-        experts = {name: tensor_mapping.read_tensor(t) for name, t in tensors.items() if "_exps." in name}
+        if layer is not None:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(f"blk.{layer}.")}
+        experts = {name: tensor_mapping.read_tensor(t, requantize) for name, t in tensors.items() if "_exps." in name}
         errors = list(tensor_mapping.load_experts(model, experts))
         weights, used = {}, {ROPE_FREQS, *experts}
         for name, parameter in model.named_parameters():
@@ -114,14 +117,14 @@ class GGUFFile(GGUFHeader):
                 if names and all(n in tensors for n in names):
                     used.update(names)
                     sources = [tensors[n] for n in names]
-                    weights[name] = tensor_mapping.load_weight(self.arch, sources, config, parameter.shape)
-        _set_weights(model, weights, self.path, errors)
+                    weights[name] = tensor_mapping.load_weight(self.arch, sources, config, parameter.shape, requantize)
+        _set_weights(model, weights, self.path, errors, "" if layer is None else f".layers.{layer}.")
         for name, buffer in model.named_buffers():
             if (tensor_name := tensor_mapping.extra_tensor_name(name)) in tensors:
                 used.add(tensor_name)
                 buffer.copy_(torch.from_numpy(tensors[tensor_name].data).view_as(buffer))
         unused = sorted(name for name in tensors.keys() - used if not self._may_be_unused(name, config))
-        if require_all and unused:
+        if layer is None and unused:
             raise CheckpointError(
                 f"{self.path} has {len(unused)} tensors that a model of its configuration does not use: "
                 f"{', '.join(unused[:5])}. It is damaged, or its architecture is wrong: fetch it again."
@@ -182,13 +185,14 @@ def _replace_gguf_reader(header: GGUFHeader) -> Iterator[None]:
 
 
 def _set_weights(
-    model: PreTrainedModel, weights: dict[str, tensor_mapping.LoadedWeight], file: Path, errors: list[str]
+    model: PreTrainedModel, weights: dict[str, tensor_mapping.LoadedWeight], file: Path, errors: list[str], part: str
 ) -> None:
-    """Loads weights into a model on the meta device. Raises CheckpointError for ``errors`` and for wrong weights."""
+    """Loads weights into a model on the meta device. Raises CheckpointError for ``errors`` and for wrong weights if
+    they name parameters whose names contain ``part``."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.is_meta}
     errors += [f"{n} (not there)" for n in shapes if n not in weights]
     errors += [f"{n} ({tuple(t.shape)}, not {shapes[n]})" for n, t in weights.items() if shapes[n] != tuple(t.shape)]
-    if errors:
+    if errors := [error for error in errors if part in error]:
         raise CheckpointError(
             f"{file} does not fit its own configuration; missing or misshaped: {', '.join(errors[:5])}. It is "
             "incomplete, or its architecture is wrong: fetch it again."
@@ -220,24 +224,21 @@ def load_gguf(
         CheckpointError: the file is damaged or of an unknown architecture.
         CapabilityError: ``weights`` or ``arithmetic`` demand what is impossible here, or the RoPE scaling is unknown.
     """
+    keeps_stored = dtype == torch.float32 and (weights == "stored" or (weights is None and kernels() is not None))
     with open_gguf(path) as file:
-        example_names = {t.quant_type: name for name, t in file.tensors.items() if len(t.shape) in (2, 3)}
-        unsupported = sorted(quant_type for quant_type in example_names if quant_type not in (*QUANT_SIZES, "F32"))
-        reason = (
-            f"blocks of the type {unsupported[0]} ({example_names[unsupported[0]]}) are not read as they are stored"
-            if unsupported
-            else None
-        )
         config = file.config()
-        if weights == "stored" and reason:
-            raise CapabilityError(f'{path}: {reason}: give weights="float32" (--weights float32), which unpacks them.')
         if rope_factor is not None:
             stretch_rope(config.get_text_config(), rope_factor)
         config._name_or_path = str(path)
-        loaded = LoadedModel(file.load_model(config), file.load_tokenizer())
-    if reason or dtype != torch.float32 or weights == "float32" or (weights is None and kernels() is None):
-        drop_prefaulted()  # the memory was for repacked weights
-        progress(f"Unpacking {path.name}, as at every start" + (f": {reason}" if reason else ""))
+        foreign = {t.quant_type for t in file.tensors.values() if tensor_mapping.is_foreign(t)}
+        if not keeps_stored:
+            progress(f"Unpacking {path.name}, as at every start")
+        elif foreign:
+            progress(f"Converting blocks of {', '.join(sorted(foreign))} in {path.name} to Q8_0, as at every start")
+        if foreign or not keeps_stored:
+            drop_prefaulted()  # the memory was for repacked weights
+        loaded = LoadedModel(file.load_model(config, requantize=keeps_stored), file.load_tokenizer())
+    if not keeps_stored:
         float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         loaded = LoadedModel(stored_model.dequantize_model(loaded.model, float_dtype), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
@@ -247,7 +248,7 @@ def load_gguf(
         dequantized = f"they are unpacked here ({unavailable_reason() or weights or dtype})"
         not_quantized = "none of its weights are stored in 8 bits or fewer"
         raise int8_unavailable_error(
-            path, reason or (not_quantized if stored_model.has_stored_weights(loaded.model) else dequantized)
+            path, not_quantized if stored_model.has_stored_weights(loaded.model) else dequantized
         )
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF model", _REMEDY):
         # Corrects what some versions of transformers set: BOS in place of EOS, and a clean-up that removes spaces.

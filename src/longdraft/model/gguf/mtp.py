@@ -39,7 +39,7 @@ def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | No
         if layer_types := getattr(config, "layer_types", None):
             config.layer_types = [*layer_types[:index], "full_attention"]
         config.num_hidden_layers = index + 1  # the MTP layer is loaded as one more decoder layer
-        layer = decoder_layers(file.load_model(config, require_all=False))[-1]
+        layer = decoder_layers(file.load_model(config, requantize=True, layer=index))[index]
         tensors: dict[str, torch.Tensor | QuantizedMatrix] = dict(layer.state_dict())
         for name, module in layer.named_modules():
             if isinstance(module, ArrangedLinear):
@@ -48,7 +48,8 @@ def read_mtp_layer(path: Path) -> dict[str, torch.Tensor | QuantizedMatrix] | No
                 tensors[f"{name}.weight"] = module.matrix
         for name in _MTP_MODULES:
             if (tensor := file.tensors.get(f"blk.{index}.nextn.{name}.weight")) is not None:
-                weight = tensor_mapping.load_weight(file.arch, [tensor], config, ())  # (): no tensor to reshape
+                # (): no tensor to reshape
+                weight = tensor_mapping.load_weight(file.arch, [tensor], config, (), requantize=True)
                 assert isinstance(weight, torch.Tensor | QuantizedMatrix)
                 tensors[f"{name}.weight"] = weight
         return tensors

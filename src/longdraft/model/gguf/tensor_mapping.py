@@ -1,11 +1,12 @@
 """Maps a GGUF file's tensors to transformers' parameters: reverts what the converter has changed, which is names, the
-order of rows and columns, and values. Quant blocks are not requantized.
+order of rows and columns, and values. Quant blocks are requantized only if our kernels do not read them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from longdraft.model.gguf.header import GGUFTensor
 from longdraft.model.layers.experts import DOWN, StoredExperts, as_parameters, is_moe_experts
 from longdraft.model.quant.stored import ArrangedLinear
 from longdraft.native import QuantizedMatrix
-from longdraft.native.quantized_matrix import QUANT_SIZES
+from longdraft.native.boundary import CPU_FLOAT32
+from longdraft.native.quantized_matrix import QUANT_SIZES, quantize_blocks
 
 LoadedWeight = torch.Tensor | QuantizedMatrix | ArrangedLinear
+
+_CHUNK_ROWS = 256  # number of rows that a thread converts at a time, to limit memory
 
 # Short names (:func:`_short_name`) of tensors whose shape differs from the parameter's.
 _RESHAPED_TENSORS = ("ffn_gate_inp_shexp", "ssm_conv1d", "shortconv", "ssm_a", "ssm_d", "ssm_norm")
@@ -63,11 +67,13 @@ def tensor_names(parameter: str, name_map: Callable[[str], str | None], availabl
     return () if name is None else (f"{name}.{leaf}",)
 
 
-def load_weight(arch: Arch, tensors: Sequence[GGUFTensor], config: Any, shape: Sequence[int]) -> LoadedWeight:
+def load_weight(
+    arch: Arch, tensors: Sequence[GGUFTensor], config: Any, shape: Sequence[int], requantize: bool
+) -> LoadedWeight:
     """Loads a parameter of a shape from one or more tensors: quantized if all tensors are quantized, else as floats."""
     tensor = tensors[0]
     name = _short_name(tensor.name)
-    parts = [read_tensor(t) for t in tensors]
+    parts = [read_tensor(t, requantize) for t in tensors]
     row_order = _row_order(arch, name, parts, config)
     head_order = _value_head_order(config) if arch.tiled_value_heads and name == "ssm_out" else None
     column_order = None if head_order is None else _expand_heads(head_order, config.linear_value_head_dim)
@@ -94,8 +100,16 @@ def _short_name(name: str) -> str:
     return parts[2] if parts[0] == "blk" else parts[0]
 
 
-def read_tensor(tensor: GGUFTensor) -> torch.Tensor | QuantizedMatrix:
-    """Reads a tensor in the file's row order: as a quantized matrix (experts: (experts * out, in)), or as floats."""
+def is_foreign(tensor: GGUFTensor) -> bool:
+    """True for a matrix in blocks that our kernels do not read, such as IQ3_S."""
+    return len(tensor.shape) > 1 and tensor.quant_type not in (*QUANT_SIZES, "F32")
+
+
+def read_tensor(tensor: GGUFTensor, requantize: bool) -> torch.Tensor | QuantizedMatrix:
+    """Reads a tensor in the file's row order: as a quantized matrix (experts: (experts * out, in)), or as floats.
+
+    ``requantize``: True makes a foreign matrix (:func:`is_foreign`) a Q8_0 matrix; False makes it floats.
+    """
     quant_type, data = tensor.quant_type, torch.from_numpy(tensor.data)
     if quant_type in QUANT_SIZES and len(tensor.shape) > 1 and tensor.shape[0] % QUANT_SIZES[quant_type][0] == 0:
         return QuantizedMatrix(data.flatten(0, -2), quant_type)
@@ -103,7 +117,18 @@ def read_tensor(tensor: GGUFTensor) -> torch.Tensor | QuantizedMatrix:
         return data
     import gguf
 
-    return torch.from_numpy(gguf.dequantize(tensor.data, gguf.GGMLQuantizationType[quant_type])).float()
+    requantize = requantize and is_foreign(tensor)
+
+    def convert(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        floats = torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[quant_type])).float()
+        return quantize_blocks(floats * factors, "Q8_0") if requantize else floats * factors
+
+    rows = data.reshape(-1, data.shape[-1])
+    scales = torch.ones(1, **CPU_FLOAT32) if tensor.scale is None else torch.from_numpy(tensor.scale)
+    row_scales = scales.repeat_interleave(len(rows) // len(scales))[:, None]  # each expert has a scale
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        matrix = torch.cat([*pool.map(convert, rows.split(_CHUNK_ROWS), row_scales.split(_CHUNK_ROWS))])
+    return QuantizedMatrix(matrix, "Q8_0") if requantize else matrix.view(*data.shape[:-1], -1)
 
 
 def _row_order(

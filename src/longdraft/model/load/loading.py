@@ -41,7 +41,8 @@ def load(
     device: None takes CUDA if there is a GPU, else MPS, else the CPU.
     rope_factor: YaRN factor (> 1), by which the trained context length is multiplied.
     weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16), for float32 on a CPU. "float32"
-        unpacks the matrices, with the same results. None is "stored" if our kernels are available.
+        unpacks the matrices, with the same results. None is "stored" if our kernels are available. "stored" makes
+        Q8_0 of blocks that our kernels do not read (IQ1, IQ2, IQ3, TQ, NVFP4), which rounds them once more.
     arithmetic: "int8" works as in llama.cpp: layers with weights of 8 bits or fewer round their inputs to 8 bits, in
         blocks of 32, and the KV has 16 bits. "float32" rounds nothing. None is "int8" for GGUF files with such weights
         on a CPU with our kernels, else the dtype's arithmetic.
