@@ -116,7 +116,7 @@ def test_two_replicas_one_is_killed_and_the_rest_is_drained(model_folder, tmp_pa
             question = f"{i} asks who {i * i} is, and why?"
             assert cached(question, f"s{i}") < len(question)
             assert all(cached(question, f"s{i}") >= len(question) for _ in range(3))
-        assert http(f"{url}/ready")[0] == 200 and ask(url, "?", max_token=3)[0] == 400
+        assert http(f"{url}/ready")[0] == 200 and ask(url, "?", temperature=-1)[0] == 400
         workers(run, "replica")[0].kill()
         wait_until(lambda: len(workers(run, "replica")) == 2, 90)  # Ray has started another one
         wait_until(lambda: all(ask(url, "who?", 2, f"s{i}")[0] == 200 for i in range(8)), 90)

@@ -23,6 +23,9 @@ def is_library_code(function: Any) -> bool:
     """True if a function, method or partial comes from one of the packages in ``_LIBRARY_PREFIXES``."""
     while (inner := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
         function = inner  # the function that a partial or a method holds
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is not None and _defining_module(function) == "contextlib":  # what @contextmanager made of ``wrapped``
+        return is_library_code(wrapped)
     return f"{_defining_module(function)}.".startswith(_LIBRARY_PREFIXES)
 
 
@@ -68,7 +71,9 @@ def user_code_in(model: nn.Module, include_classes: bool = False) -> list[str]:
     for name, module in model.named_modules():
         functions = [hook for hooks in HOOKS for hook in getattr(module, hooks).values()]
         # Attributes of a PreTrainedModel other than forward may be functions that its forward does not call.
-        values = [vars(module).get("forward")] if isinstance(module, PreTrainedModel) else vars(module).values()
+        # extra_repr, which torchao replaces, only prints.
+        attributes = {name: value for name, value in vars(module).items() if name != "extra_repr"}
+        values = [attributes.get("forward")] if isinstance(module, PreTrainedModel) else attributes.values()
         functions += [f for f in values if isinstance(f, FunctionType | MethodType | partial)]
         functions += [type(module).forward] if include_classes else []
         code_names += [name or type(module).__name__ for function in functions if not is_library_code(function)]

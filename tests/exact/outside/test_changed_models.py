@@ -8,6 +8,7 @@ import functools
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -150,6 +151,16 @@ def test_an_equal_model_goes_on_with_the_kv_and_another_does_not(tmp_path: Path)
         found.append(decoded(Speculator("ar", target=m.train(bool(found))), cache))
     assert [r.cached_tokens > 0 for r in found] == [False, True, True, False]
     assert found[0].token_ids == found[1].token_ids == found[2].token_ids
+
+
+def test_a_replaced_method_that_only_prints_keeps_the_kv() -> None:
+    """As torchao does with what it has quantised."""
+    m, cache = model(), PromptCache()
+    layer = m.model.layers[0].mlp.up_proj
+    layer.extra_repr = MethodType(lambda self: "in eight bits", layer)
+    spec = lookups(m)
+    first, second = decoded(spec, cache), decoded(spec, cache)
+    assert first.token_ids == second.token_ids == own(m) and second.cached_tokens > 0 == first.cached_tokens
 
 
 def test_a_hook_that_changes_its_mind_keeps_nothing() -> None:
