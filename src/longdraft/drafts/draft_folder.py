@@ -119,6 +119,8 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         return KIND_ALIASES.get(name, name)
     if "longdraft_format" in config:
         return ""
+    if is_assistant(config):
+        return "mtp"
     hints = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
     # The keys of a full model's config.json may mention drafts.
     if not (config.get("model_type") and tensor_files.has_safetensors(folder)):
@@ -133,6 +135,11 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
     names = list(tensor_files.names(folder))
     kinds = (kind for kind, pattern in KIND_BY_TENSOR.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(kinds, SMALL_LM if config.get("model_type") or config.get("architectures") else "")
+
+
+def is_assistant(config: Mapping[str, Any]) -> bool:
+    """True for the configuration of an assistant of Gemma 4."""
+    return re.fullmatch(r"gemma4(_unified)?_assistant", str(config.get("model_type"))) is not None
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:

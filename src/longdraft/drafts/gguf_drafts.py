@@ -80,8 +80,8 @@ def is_draft(path: Path) -> bool:
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF file", "Fetch it again."):
         architecture = read_architecture(path)
     if architecture in DRAFT_ARCHITECTURES and architecture not in _ARCHITECTURE_NAMES:
-        advice = "use the target's own file with another method, such as self" if "gemma" in architecture else _REMEDY
-        raise CheckpointError(f"{path} holds a draft of the architecture {architecture}, which is not read: {advice}.")
+        advice = "Name the assistant's Hugging Face folder." if "gemma" in architecture else _REMEDY
+        raise CheckpointError(f"{path} holds a draft of the architecture {architecture}, which is not read. {advice}")
     return architecture in _ARCHITECTURE_NAMES
 
 
