@@ -195,7 +195,9 @@ FORMATS: dict[str, Format] = {
     ),
     "dflash": _draft(lambda path: small_dflash(path, target())),
     "eagle3.gguf": _gguf_draft(
-        lambda path: drafts.published_eagle3(path, target(), [1, 4, 5, 6, 9], num_hidden_layers=1)
+        lambda path: drafts.published_eagle3(
+            path, target(), [1, 4, 5, 6, 9], num_hidden_layers=1, eagle_aux_hidden_state_layer_ids=[2, 3, 5]
+        )
     ),
     "dflash.gguf": _gguf_draft(lambda path: small_dflash(path, target())),
     "peagle": _draft(lambda path: small_peagle(path, target())),

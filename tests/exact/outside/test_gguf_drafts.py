@@ -69,18 +69,25 @@ def test_eagle3_drafts_as_its_folder(name, tmp_path):
     drafts_alike(folder, convert(folder, tmp_path / "a.gguf", 8, **made), model)
 
 
-EAGLE3_1: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "norm_before_fc": ({"norm_before_fc": True}, {}),
+# Name -> sizes of the module, entries of config.json, and how the file was made.
+SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "norm_before_fc": ({"norm_before_fc": True}, {"norm_before_fc": True}, {}),
     # One tensor with a row for each layer; llama.cpp's own converter writes neither.
-    "fc_norm": ({"fc_norm": 3, "norm_output": True}, {"fields": {"norm_output": True}, "pack": "fc_norm"}),
-}
+    "fc_norm": (
+        {"fc_norm": 3, "norm_output": True}, {"fc_norm": True, "norm_output": True},
+        {"fields": {"norm_output": True}, "pack": "fc_norm"},
+    ),
+    "biases": ({"attention_bias": True}, {}, {}),
+    "another width": ({"hidden_size": 32, "embedding": 11}, {"target_hidden_size": 48}, {}),
+    "an embedding of its own": ({"embedding": 11}, {"embed_requires_grad": True}, {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EAGLE3_1)
-def test_eagle3_1_drafts_as_its_folder(name, tmp_path):
-    sizes, made = EAGLE3_1[name]
-    layer, model = LAYER | {"model_type": "llama", "num_hidden_layers": 1}, target()
-    config = {"norm_before_residual": False} | {flag: bool(x) for flag, x in sizes.items()}
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_eagle3_of_speculators_drafts_as_its_folder(name, tmp_path):
+    sizes, config, made = SPECULATORS[name]
+    layer = LAYER | {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": sizes.get("hidden_size", 48)}
+    model, config = target(), {"norm_before_residual": False} | config
     folder = published.eagle3(tmp_path / "draft", model, layer, config=config, **sizes)
     drafts_alike(folder, convert(folder, tmp_path / "a.gguf", 8, **made), model)
 
@@ -99,6 +106,8 @@ DFLASH: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "DFlash with a window": ({}, {"use_swa": True, "swa_window_size": 6}, {}),
     "DFlash 2": ({"conv": (2, 16), "selector": 6}, DFLASH2, {}),
     "scales": ({}, {"output_multiplier": 0.5, "final_logit_softcapping": 3.0, "input_embedding_scale": 1.5}, {}),
+    # What the converter writes for a target that scales its embedding by it.
+    "Gemma's scale": ({}, {}, {"fields": {"embedding_scale": 48**0.5}}),
     "DSpark": ({"rank": 6}, {"markov_rank": 6}, {}),
     "DSpark of a smaller vocabulary": ({"rank": 6, "kept": KEPT}, {"markov_rank": 6}, {}),
     "the architecture dspark": (

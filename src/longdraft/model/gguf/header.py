@@ -211,9 +211,10 @@ def read_architecture(path: Path) -> str:
     """Returns the field ``general.architecture``, and reads no field behind it; "" if the file has none.
     Raises the errors of :class:`GGUFHeader` for a damaged file."""
     memory, num_fields = _map_file(path)[:2]
-    fields = _iterate_fields(memory, num_fields)
-    found = ((value_type, begin) for name, value_type, begin, _ in fields if name == "general.architecture")
-    return next((str(_read_value(memory, begin, value_type)) for value_type, begin in found), "")
+    for name, value_type, begin, _ in _iterate_fields(memory, num_fields):
+        if name == "general.architecture":
+            return str(_read_value(memory, begin, value_type))
+    return ""
 
 
 def _read_tensors(memory: mmap.mmap, offset: int, num_tensors: int, alignment: int) -> list[GGUFTensor]:
