@@ -132,8 +132,8 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     ),
     Kind(
         "mtp",
-        _drafter("mtp:MtpDrafter"),
-        "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
+        _drafter("mtp:mtp"),
+        "the layer in the model's checkpoint that predicts further tokens (Qwen3.5, GLM-4.5), or Gemma 4's assistant",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
         load=_drafter("mtp:MtpDraft.load"),
         in_checkpoint=LazyImport("longdraft.drafts.mtp_formats:has_mtp_layer"),

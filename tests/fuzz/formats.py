@@ -17,6 +17,8 @@ from longdraft.bench.records import RecordFile
 from longdraft.bench.run import BatchResult
 from tests.fuzz import damage
 from tests.support import drafts
+from tests.support.assistants import assistant, gemma4
+from tests.support.gguf_drafts import convert
 from tests.support.gguf_files import write_gguf
 from tests.support.published import small_dflash, small_peagle, with_heads
 from tests.support.recurrent_models import recurrent_model
@@ -50,6 +52,14 @@ def target() -> Any:
 @cache
 def plain() -> list[int]:
     return _text(Speculator("ar", target=target()))
+
+
+_gemma4 = cache(gemma4)
+
+
+@cache
+def _gemma4_plain() -> list[int]:
+    return _text(Speculator("ar", target=_gemma4()))
 
 
 def _text(spec: Speculator, cache: longdraft.PromptCache | None = None) -> list[int]:
@@ -88,6 +98,11 @@ def _gguf(family: Any, **over: Any) -> Format:
 
 
 _SHARD = "model-00001-of-00002.safetensors"
+
+
+def _gguf_draft(make: Callable[[Path], Path]) -> Format:
+    """A GGUF file that is made from a published folder."""
+    return Format(lambda path: convert(make(path.with_suffix(".folder")), path, 6), {"": _OF_GGUF}, _as_draft, plain)
 
 
 def _model(path: Path) -> None:
@@ -179,6 +194,12 @@ FORMATS: dict[str, Format] = {
         plain,
     ),
     "dflash": _draft(lambda path: small_dflash(path, target())),
+    "eagle3.gguf": _gguf_draft(
+        lambda path: drafts.published_eagle3(
+            path, target(), [1, 4, 5, 6, 9], num_hidden_layers=1, eagle_aux_hidden_state_layer_ids=[2, 3, 5]
+        )
+    ),
+    "dflash.gguf": _gguf_draft(lambda path: small_dflash(path, target())),
     "peagle": _draft(lambda path: small_peagle(path, target())),
     "tokenswift": Format(with_heads, _FOLDER, lambda path: _as_draft(path, "heads"), plain),
     "small-lm.gguf": Format(
@@ -193,5 +214,6 @@ FORMATS: dict[str, Format] = {
         {"out.jsonl": (damage.in_place(damage.damage_lines),), "out.jsonl.run": (_JSON, _BYTES)},
         _go_on,
     ),
+    "assistant": Format(assistant, _FOLDER, lambda path: _text(Speculator(path, target=_gemma4())), _gemma4_plain),
     "mtp": Format(lambda path: drafts.random_mtp(path, target()), _FOLDER, lambda path: _as_draft(path, "mtp"), plain),
 }

@@ -92,7 +92,7 @@ def write_file(
 
     config, writer = model.config, gguf.GGUFWriter(file, architecture, split_max_tensors=split)
     for name, value in fields.items():
-        _add(writer, name, value)
+        add_field(writer, name, value)
     for name, numbers in tensors.items():
         writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -219,7 +219,7 @@ def _tiled(name: str, x: torch.Tensor, keys: int, values: int, size: int, each: 
     return x if name.endswith("norm.weight") else tiled(x, 1)
 
 
-def _add(writer: Any, name: str, value: Any) -> None:
+def add_field(writer: Any, name: str, value: Any) -> None:
     import gguf
 
     kinds = {

@@ -15,23 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from longdraft.drafters.assistant import AssistantDrafter
 from longdraft.drafters.eagle import LastStateBlock
 from longdraft.drafters.eagle3 import Eagle3Drafter, WindowOptions
 from longdraft.drafters.shared.draft_block import ALL, CrossAttend, OutputRows, SelfAttend
 from longdraft.drafters.shared.draft_round import BoundDraft, DraftRound
 from longdraft.drafts import draft_folder, mtp_formats, mtp_layer
+from longdraft.drafts.assistant import AssistantDraft
 from longdraft.drafts.draft import Draft
+from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.rope import original_context_length
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix
-from longdraft.options import Options
+from longdraft.options import Options, takes
 from longdraft.trees.options import TreeOptions
 
 KIND = "mtp"
@@ -112,12 +115,14 @@ class MtpDraft(Draft[BoundDraft]):
         self.required_target = {"hidden_size": projection.shape[0]}
 
     @classmethod
-    def load(cls, folder: Path | str) -> MtpDraft:
-        """Reads the layer from a target's folder or GGUF file, without its other tensors.
+    def load(cls, folder: Path | str) -> MtpDraft | AssistantDraft:
+        """Reads the layer from a target's folder or GGUF file, without its other tensors; or Gemma 4's assistant.
 
         Raises:
             CheckpointError: the folder is unreadable, has no MTP layer, or is a draft for another method.
         """
+        if draft_folder.is_draft_folder(folder) and draft_folder.is_assistant(draft_folder.read_config(folder)):
+            return AssistantDraft(folder)
         return cls(folder, mtp_formats.read(folder))
 
     @property
@@ -141,6 +146,15 @@ class MtpDraft(Draft[BoundDraft]):
         draft_folder.check_tensors(shapes, expected_shapes, self.folder, self.label)
         mtp_layer.load_weights(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
         return BoundDraft(runner, block, runner.shared_parts.rotary, None)
+
+
+@takes(TreeOptions, WindowOptions)
+def mtp(draft: MtpDraft | AssistantDraft, **options: Any) -> Drafter:
+    """Makes the drafter of an MTP layer or an assistant. ``options``: fields of :class:`TreeOptions` and, for a layer,
+    :class:`WindowOptions`."""
+    if isinstance(draft, AssistantDraft):
+        return AssistantDrafter(draft, **options)
+    return MtpDrafter(draft, **options)  # type: ignore[arg-type]
 
 
 class MtpDrafter(Eagle3Drafter):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from longdraft.drafts import hub, packing, tensor_files
+from longdraft.drafts import gguf_drafts, hub, packing, tensor_files
 from longdraft.drafts.tensor_files import WEIGHTS
 from longdraft.errors import CheckpointError
 from longdraft.files import atomic_write, check_numbers, read_json
@@ -105,9 +105,11 @@ def is_draft_folder(path: Path | str) -> bool:
 
 
 def detect_kind(folder: Path | str) -> str:
-    """Returns the kind of a draft folder, "small-lm" for a language model, or "" if the kind is unknown.
+    """Returns the kind of a draft folder or GGUF file, "small-lm" for a language model, or "" if the kind is unknown.
     Raises CheckpointError if the folder, its config.json or its weights cannot be read."""
-    return SMALL_LM if is_gguf(folder) else _kind(read_config(folder), folder)
+    if is_gguf(folder) and not gguf_drafts.is_draft(Path(folder)):
+        return SMALL_LM
+    return _kind(read_config(folder), folder)
 
 
 def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
@@ -117,6 +119,8 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
         return KIND_ALIASES.get(name, name)
     if "longdraft_format" in config:
         return ""
+    if is_assistant(config):
+        return "mtp"
     hints = [config.get(name) for name in ("architectures", "model_type", "dflash_config")]
     # The keys of a full model's config.json may mention drafts.
     if not (config.get("model_type") and tensor_files.has_safetensors(folder)):
@@ -133,9 +137,17 @@ def _kind(config: Mapping[str, Any], folder: Path | str) -> str:
     return next(kinds, SMALL_LM if config.get("model_type") or config.get("architectures") else "")
 
 
+def is_assistant(config: Mapping[str, Any]) -> bool:
+    """True for the configuration of an assistant of Gemma 4."""
+    return re.fullmatch(r"gemma4(_unified)?_assistant", str(config.get("model_type"))) is not None
+
+
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """Reads a folder's config.json. Raises CheckpointError if there is no such folder or no valid config.json."""
+    """Reads a folder's config.json, or the settings of a draft in a GGUF file.
+    Raises CheckpointError if there is no such folder or no valid config.json."""
     folder = Path(folder)
+    if is_gguf(folder) and gguf_drafts.is_draft(folder):
+        return gguf_drafts.read_config(folder)
     if is_gguf(folder) and folder.is_file():
         raise CheckpointError(
             f"{folder} is a GGUF file, a language model: use it with small-lm, or another method that drafts with a "
@@ -158,7 +170,7 @@ def _run_advice(folder: Path) -> str:
 
 
 def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
-    """Reads a draft folder, with tensors on the CPU; packed matrices of our layout become float32.
+    """Reads a draft folder or GGUF file, with tensors on the CPU; packed matrices of our layout become float32.
     ``kind``: the expected kind; None: any.
 
     Raises CheckpointError if the folder cannot be read, lacks weights, has damaged weights or a number outside its
@@ -168,7 +180,7 @@ def load(folder: Path | str, kind: str | None = None) -> DraftFolder:
     actual_kind = _kind(config, folder)
     if kind not in (None, actual_kind):
         raise CheckpointError(f"{folder} holds a draft for {actual_kind or 'another method'}, not for {kind}.")
-    tensors = tensor_files.read(folder)
+    tensors = gguf_drafts.read_tensors(Path(folder)) if is_gguf(folder) else tensor_files.read(folder)
     check_numbers(config, Path(folder) / CONFIG)
     if "longdraft_format" in config:
         tensors = packing.unpack(tensors, folder)
@@ -189,15 +201,16 @@ def read_shape(
         label: the kind of draft in messages, e.g. "LongSpec".
         names: name of a field -> name of the entry in config.json, where the two differ.
     """
+    settings = f"{_settings(folder)} of {folder}"
     keys = {size: (names or {}).get(size.name, size.name) for size in fields(shape)}  # type: ignore[arg-type]
     values = {size: config[key] for size, key in keys.items() if config.get(key) is not None}
     if missing := [key for size, key in keys.items() if size not in values and size.default is MISSING]:
-        raise CheckpointError(f"{CONFIG} of {folder} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
+        raise CheckpointError(f"{settings} lacks {', '.join(missing)}: is it a draft of the kind {label}?")
     flags = {size: bool(value) for size, value in values.items() if size.type in ("bool", bool)}
     limits = {size: Option(size.name, int if size.type in ("int", int) else float, above=0) for size in values}
     invalid = [keys[size] for size, value in values.items() if size not in flags and not limits[size].allows(value)]
     if invalid:
-        raise CheckpointError(f"{CONFIG} of {folder} has an impossible value for {', '.join(invalid)}: correct it.")
+        raise CheckpointError(f"{settings} has an impossible value for {', '.join(invalid)}: correct it.")
     return shape(**{size.name: value for size, value in {**values, **flags}.items()})
 
 
@@ -219,6 +232,11 @@ def with_derived_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return complete
 
 
+def _settings(folder: Path | str) -> str:
+    """Returns how messages call a draft's settings."""
+    return "metadata" if is_gguf(folder) else CONFIG
+
+
 def check_tensors(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], folder: Path | str, kind: str
 ) -> None:
@@ -228,8 +246,9 @@ def check_tensors(
         shapes: name of a tensor -> its shape according to config.json.
         kind: the kind of draft in the message, e.g. "LongSpec".
     """
+    settings = _settings(folder)
     misshapen = [
-        f"{name} {tuple(tensors[name].shape)} where config.json asks for {tuple(shape)}"
+        f"{name} {tuple(tensors[name].shape)} where {settings} asks for {tuple(shape)}"
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
@@ -239,7 +258,7 @@ def check_tensors(
         "of a wrong shape": misshapen,
     }
     if clauses := [f"{problem}: {_list_names(names)}" for problem, names in problems.items() if names]:
-        raise CheckpointError(f"{folder} is no {kind} draft as its config.json describes it. {'; '.join(clauses)}.")
+        raise CheckpointError(f"{folder} is no {kind} draft as its {settings} describes it. {'; '.join(clauses)}.")
 
 
 def _list_names(names: list[str]) -> str:

@@ -7,6 +7,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?",
 _STRING, _ARRAY = 8, 9
 # Ids of ggml types that versions of the package gguf lack -> names.
 _NEW_TYPES = {39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
+_FIELDS_START = 24  # bytes of magic, version and the numbers of tensors and fields
 # Limits, many times above any real model: Python objects take far more memory than their bytes in a file.
 _LIMITS = {
     "fields": 1 << 12, "bytes of a name": 1 << 12, "tensors": 1 << 16, "items": 1 << 21, "parts": 1 << 12,
@@ -114,7 +116,8 @@ class GGUFHeader:
     def check(self) -> None:
         """Checks that the model's fields fit the tensors. Raises CheckpointError if one does not."""
         fields = {name: value for name, value in self.fields.items() if name.startswith(f"{self.architecture}.")}
-        check_numbers(fields, self.path, max(max(t.shape) for t in self.tensors.values()))
+        # A draft may have no tensor as large as its target's vocabulary.
+        check_numbers(fields, self.path, max(self.vocab_size, *(max(t.shape) for t in self.tensors.values())))
         layers = {match[1] for name in self.tensors if (match := LAYER_PATTERN.match(name))}
         if layers and layers != {str(i) for i in range(int(self("block_count")))}:
             raise CheckpointError(
@@ -177,29 +180,52 @@ def _find_parts(path: Path, num_parts: int) -> list[Path]:
     return parts
 
 
+def _map_file(path: Path) -> tuple[mmap.mmap, int, int]:
+    """Maps a file. Returns its memory map, and its numbers of fields and tensors."""
+    with require_regular(path).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    _magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", memory)
+    if version not in (2, 3):
+        raise ValueError(f"its version is {version:#x}; only little-endian files of versions 2 and 3 are read")
+    _check_limit("fields", num_fields)
+    _check_limit("tensors", num_tensors)
+    return memory, num_fields, num_tensors
+
+
 def _read(path: Path) -> tuple[dict[str, Any], list[GGUFTensor], mmap.mmap]:
     """Reads a file. Returns its fields, its tensors and its memory map.
 
     Raises:
         ValueError, struct.error: the file is damaged, or tensors overlap or reach beyond the file's end.
     """
-    with require_regular(path).open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    _magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", memory)  # 24 bytes
-    if version not in (2, 3):
-        raise ValueError(f"its version is {version:#x}; only little-endian files of versions 2 and 3 are read")
-    _check_limit("fields", num_fields)
-    _check_limit("tensors", num_tensors)
-    offset, fields = 24, dict[str, Any]()
-    for _ in range(num_fields):
-        name, offset = _read_name(memory, offset)
-        (value_type,) = struct.unpack_from("<I", memory, offset)
-        begin, offset = offset + 4, _find_value_end(memory, offset + 4, value_type)
+    memory, num_fields, num_tensors = _map_file(path)
+    offset, fields = _FIELDS_START, dict[str, Any]()
+    for name, value_type, begin, offset in _iterate_fields(memory, num_fields):
         if name == _TEMPLATE_FIELD:
             _check_limit("bytes of a template", offset - begin)
         if name == _TEMPLATE_FIELD or name in _LONG_FIELDS or offset - begin <= _MAX_SHORT_BYTES:
             fields.setdefault(name, _read_value(memory, begin, value_type))
     return fields, _read_tensors(memory, offset, num_tensors, int(fields.get("general.alignment", 32))), memory
+
+
+def _iterate_fields(memory: mmap.mmap, num_fields: int) -> Iterator[tuple[str, int, int, int]]:
+    """Yields each field's name, value type, and the offsets of its value and behind it."""
+    offset = _FIELDS_START
+    for _ in range(num_fields):
+        name, offset = _read_name(memory, offset)
+        (value_type,) = struct.unpack_from("<I", memory, offset)
+        begin, offset = offset + 4, _find_value_end(memory, offset + 4, value_type)
+        yield name, value_type, begin, offset
+
+
+def read_architecture(path: Path) -> str:
+    """Returns the field ``general.architecture``, and reads no field behind it; "" if the file has none.
+    Raises the errors of :class:`GGUFHeader` for a damaged file."""
+    memory, num_fields = _map_file(path)[:2]
+    for name, value_type, begin, _ in _iterate_fields(memory, num_fields):
+        if name == "general.architecture":
+            return str(_read_value(memory, begin, value_type))
+    return ""
 
 
 def _read_tensors(memory: mmap.mmap, offset: int, num_tensors: int, alignment: int) -> list[GGUFTensor]:

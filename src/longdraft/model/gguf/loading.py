@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.huge_pages import drop_prefaulted
 from longdraft.model.gguf import tensor_mapping
-from longdraft.model.gguf.architectures import PER_LAYER_FIELDS, Arch, build_config, find_arch
+from longdraft.model.gguf.architectures import DRAFT_ARCHITECTURES, PER_LAYER_FIELDS, Arch, build_config, find_arch
 from longdraft.model.gguf.header import LAYER_PATTERN, ROPE_FREQS, GGUFHeader, require_package
 from longdraft.model.gguf.rope import rope_scaling
 from longdraft.model.gguf.tokenizer import PRE_TOKENIZERS, build_tokenizer
@@ -46,6 +46,11 @@ class GGUFFile(GGUFHeader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         arch = find_arch(self)
+        if self.architecture in DRAFT_ARCHITECTURES:
+            raise CheckpointError(
+                f"{path} holds a draft ({self.architecture}), not a model: name it as the draft (draft=, or --draft "
+                "FILE) without a method, and the model that it drafts for as the target."
+            )
         if arch is None:
             raise CheckpointError(
                 f"{path} has the architecture {self.architecture}, which is not read from GGUF files: give "

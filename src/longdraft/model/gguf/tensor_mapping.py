@@ -131,14 +131,18 @@ def read_tensor(tensor: GGUFTensor, requantize: bool) -> torch.Tensor | Quantize
     return QuantizedMatrix(matrix, "Q8_0") if requantize else matrix.view(*data.shape[:-1], -1)
 
 
+def unpermuted_rows(num_rows: int, num_heads: int) -> torch.Tensor:
+    """Returns the index in the file of each row of q or k, if the converter's ``permute`` has interleaved the rows."""
+    return torch.arange(num_rows, device="cpu").view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
 def _row_order(
     arch: Arch, name: str, parts: Sequence[torch.Tensor | QuantizedMatrix], config: Any
 ) -> torch.Tensor | None:
     """Returns, for each row of a parameter, the row's index in the file; None if the order is equal."""
     if arch.permuted_qk and name in ("attn_q", "attn_k"):
         num_heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
-        num_rows = parts[0].shape[0]
-        return torch.arange(num_rows, device="cpu").view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+        return unpermuted_rows(parts[0].shape[0], num_heads)
     if len(parts) == 2:  # attn_qkv and attn_gate
         return _qkvz_order(config)
     if arch.tiled_value_heads and (head_order := _value_head_order(config)) is not None:
