@@ -156,7 +156,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     Kind(
         "small-lm",
         _drafter("small_lm:SmallLMDrafter"),
-        "a small language model with the model's vocabulary, on all of the context or on a part of it",
+        "a small language model, best of the model's family, on all of the context or on a part of it",
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
         load=LazyImport("longdraft.drafts.language_model:SmallLMDraft.load"),
         training=_training("LmConfig", "lm:train_lm", "Train a small language model to draft", "lm"),
