@@ -41,10 +41,13 @@ def filled(block: nn.Module) -> nn.Module:
     return block
 
 
-def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS):
+def random_block(
+    kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS,
+    norm_output: bool = False,
+):  # fmt: skip
     """A module for the tiny target; EAGLE-3's has head counts of its own. ``before``: a norm before its fc."""
     eps = runner.shared_parts.rms_norm_eps
-    eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True)
+    eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True, norm_output=norm_output)
     if kind == "longspec":
         kv = runner.kv_shape
         shape = LongSpecShape(48, 64, runner.shared_parts.num_heads, kv.kv_heads, kv.head_dim, eps, WINDOW, False)
@@ -134,7 +137,8 @@ def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -
     block, window = trainer.block, trainer.window
     keys, values, outputs = [], [], []
     for row in range(root + depth + 1):
-        g = block.project_features(document.hidden[row][None]) if row <= root else outputs[-1]
+        after = outputs and (block.norm(outputs[-1]) if block.shape.norm_output else outputs[-1])
+        g = block.project_features(document.hidden[row][None]) if row <= root else after
 
         def attend(q, k, v):
             keys.append(k)

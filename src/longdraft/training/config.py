@@ -111,6 +111,9 @@ class Eagle3Config(RunConfig):
     )
     feature_layers: tuple[int, ...] = option((), help="target layers to read, of L; none: 1, L//2-1 and L-4, or init's")
     window: int | None = option(None, help="sliding window in tokens, the query included; none: off", min=1)
+    norm_output: bool = option(
+        False, help="norm the outputs that the next TTT step reads (EAGLE-3.1); init keeps its own"
+    )
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
     rope_theta: float | None = option(None, help="base of the draft's RoPE; none: init's, or the target's", above=0)
     rope_factor: float | None = option(None, help="YaRN factor in training; none: init's, or no YaRN", min=1)
@@ -147,6 +150,7 @@ class OnePassConfig(Eagle3Config):
 
     ttt: int = option(6, help="tokens drafted by one forward; a one-pass draft in init keeps its number of them", min=1)
     rank: int = option(128, help="rank of the bigram matrix; a one-pass draft in init keeps its rank", min=1)
+    unused_settings = ("norm_output",)  # no step reads an output
 
 
 @dataclass(frozen=True)

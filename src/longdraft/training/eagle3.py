@@ -7,7 +7,8 @@ target's features of token t. The output o(i, t) of step i predicts token t + 2.
     o(i, t) = f(token t + 1, o(i - 1, t - 1))        for steps i > 0, as when the draft reads its own output
     loss    = sum over i and t of decay^i * cross-entropy(head(norm(o(i, t))), target's distribution of token t + 2)
 
-A query sees the same keys as in drafting (:mod:`longdraft.training.attention`).
+A query sees the same keys as in drafting (:mod:`longdraft.training.attention`). With ``norm_output`` (EAGLE-3.1), step i
+reads norm(o(i - 1, t - 1)), so magnitudes do not drift over the steps.
 
 To adapt a draft to long text (SpecPV, appendix A), ``init`` names a draft that was trained on short text, in any layout
 that longdraft reads, and ``rope_factor`` stretches its positions with YaRN.
@@ -315,7 +316,10 @@ def _new_block(
         raise ConfigError(f"Set feature_layers to increasing numbers, counted from 0, of {limit}, not {[*layers]}.")
     draft_to_target, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
     head = head_rows(runner.shared_parts.head, draft_to_target).cpu()
-    block = Eagle3Block(Eagle3Shape(**session.draft_sizes(), feature_size=size, vocabulary=len(head)))
+    shape = Eagle3Shape(
+        **session.draft_sizes(), feature_size=size, vocabulary=len(head), norm_output=config.norm_output
+    )
+    block = Eagle3Block(shape)
     block.initialize(config.seed, head=head)
     return block, draft_to_target, layers
 
