@@ -136,6 +136,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
         "the layer inside the model's own checkpoint that predicts further tokens (Qwen3.5, GLM-4.5, DeepSeek-V3)",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
         load=_drafter("mtp:MtpDraft.load"),
+        training=_training("MtpConfig", "mtp:train_mtp", "Train an MTP layer"),
         in_checkpoint=LazyImport("longdraft.drafts.mtp_formats:has_mtp_layer"),
     ),
     Kind(

@@ -145,6 +145,17 @@ class EagleConfig(RunConfig):
 
 
 @dataclass(frozen=True)
+class MtpConfig(RunConfig):
+    """An MTP run. Without ``init``, the layer is the target's own, or a new one if the target has none."""
+
+    ttt: int = option(3, help="TTT steps (training-time test), each on the layer's outputs of the step before", min=1)
+    decay: float = option(0.8, help="weight of a TTT step in the loss, relative to the one before", above=0, most=1)
+    distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
+    lr: float = option(1e-4, help="peak learning rate", above=0)
+    unused_settings = ("vocabulary", "intermediate_size")
+
+
+@dataclass(frozen=True)
 class OnePassConfig(Eagle3Config):
     """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
 
