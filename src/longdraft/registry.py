@@ -136,6 +136,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
         "the layer in the model's checkpoint that predicts further tokens (Qwen3.5, GLM-4.5), or Gemma 4's assistant",
         "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437",
         load=_drafter("mtp:MtpDraft.load"),
+        training=_training("MtpConfig", "mtp:train_mtp", "Train an MTP layer"),
         in_checkpoint=LazyImport("longdraft.drafts.mtp_formats:has_mtp_layer"),
     ),
     Kind(
@@ -156,7 +157,7 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     Kind(
         "small-lm",
         _drafter("small_lm:SmallLMDrafter"),
-        "a small language model with the model's vocabulary, on all of the context or on a part of it",
+        "a small language model, best of the model's family, on all of the context or on a part of it",
         "Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318",
         load=LazyImport("longdraft.drafts.language_model:SmallLMDraft.load"),
         training=_training("LmConfig", "lm:train_lm", "Train a small language model to draft", "lm"),

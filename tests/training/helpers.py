@@ -31,6 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle3": _EAGLE3,
     "eagle": {"intermediate_size": 64, "lr": 3e-3},
     "onepass": _EAGLE3 | {"rank": 8},
+    "mtp": {"lr": 3e-3},
     "lm": {"layers": 2, "intermediate_size": 64},
     "heads": {"lr": 2e-3},
 }

@@ -40,7 +40,9 @@ from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, 
             {"feature_layers": [0, 1, 2], "window": 12, "rope_theta": 10000.0, "rope_factor": None,
              "rope_factor_trained": None, "rope_original_length": None},
         ),
+        slow("eagle3", "eagle3", {"epochs": 2.0, "distill": 0.2, "norm_output": True}, 0.97, {"norm_output": True}),
         slow("eagle", "eagle", {"epochs": 2.0, "vocabulary": None}, 0.9, {"feature_layers": [2]}),
+        slow("mtp", "mtp", {"vocabulary": None, "distill": 0.2}, 0.9, {}),
         slow("onepass", "onepass", {"epochs": 0.8, "distill": 0.2}, 0.97, {"slots": 3, "rank": 8, "window": 12}),
         slow("lm", "small-lm", {"epochs": 2.0}, 0.8, {}),
         slow("heads", "tokenswift", {"epochs": 3.0, "lr": 2e-2, "heads": 2}, 0.8, {"heads": 2}),
@@ -64,14 +66,15 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
     wanted = Speculator("ar", target=model).generate([[7, 8, 9]], max_new_tokens=20)[0]
     for name in ("best", "last"):
         draft = draft_folder.load(tmp_path / "run" / name)
-        if kind != "eagle":  # which has the target's vocabulary
+        if kind not in ("eagle", "mtp"):  # which have the target's vocabulary
             ids = draft.tensors.pop("d2t") + torch.arange(40)
             assert ids.dtype == torch.int64 and (ids.diff() > 0).all() and ids[-1] < 61
             assert draft.config["draft_vocab_size"] == 40
         assert {t.dtype for t in draft.tensors.values()} == {torch.bfloat16}
         assert draft.config.items() >= {"trained_length": 64, **described}.items()
         spec = Speculator(method, target=model, draft=tmp_path / "run" / name)
-        assert spec.generate([[7, 8, 9]], max_new_tokens=20)[0].token_ids == wanted.token_ids
+        result = spec.generate([[7, 8, 9]], max_new_tokens=20)[0]
+        assert result.token_ids == wanted.token_ids and result.drafted > 0
 
 
 @pytest.mark.slow
@@ -79,7 +82,7 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
     ("kind", "manner", "cached"),
     [
         *(("longspec", manner, cached) for manner in ("step", "checkpoint") for cached in (False, True)),
-        *((kind, "checkpoint", True) for kind in ("eagle3", "eagle", "onepass", "lm", "heads")),
+        *((kind, "checkpoint", True) for kind in ("eagle3", "eagle", "mtp", "onepass", "lm", "heads")),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):

@@ -55,6 +55,7 @@ def features(runner):
         *((kind, {}) for kind in KINDS),
         *((kind, {"kept": KEPT, "distill": 0.6}) for kind in ("longspec", "heads", "lm")),
         ("eagle3", {"window": 6, "distill": 1.0}),
+        ("eagle3", {"norm_output": True, "distill": 0.6}),
         ("eagle3", {"kept": KEPT, "distill": 0.6, "before": True, "rope": make_rope_parameters(1000.0, 8.0, 16)}),
         ("eagle3", {"kept": KEPT, "window": 6, "distill": 0.6, "rope": make_rope_parameters(1000.0, 8.0, 16)}),
         ("onepass", {"window": 6, "distill": 1.0}),

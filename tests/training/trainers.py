@@ -11,23 +11,25 @@ from torch import nn
 from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
+from longdraft.drafters.mtp import MtpBlock
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import small_llama
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
-from longdraft.training.config import Eagle3Config, HeadsConfig, RunConfig
+from longdraft.training.config import Eagle3Config, HeadsConfig, MtpConfig, RunConfig
 from longdraft.training.eagle3 import Eagle3Trainer, OnePassTrainer
 from longdraft.training.features import Features
 from longdraft.training.heads import HeadsTrainer
 from longdraft.training.lm import LmTrainer
 from longdraft.training.longspec import LongSpecTrainer
+from longdraft.training.mtp import MtpTrainer
 from longdraft.training.trainer import DraftTrainer
 from tests.training.helpers import masked_attention
 
-KINDS = ("longspec", "eagle3", "onepass", "heads", "lm")
+KINDS = ("longspec", "eagle3", "mtp", "onepass", "heads", "lm")
 # What each kind reads of the target: hidden states of layers, the last layer's KV, nothing.
-READS = {"longspec": (), "eagle3": (0, 1, 2), "onepass": (0, 1, 2), "heads": (2,), "lm": None}
+READS = {"longspec": (), "eagle3": (0, 1, 2), "mtp": (2,), "onepass": (0, 1, 2), "heads": (2,), "lm": None}
 WINDOW, STEPS, DECAY = 7, 4, 0.7
 
 
@@ -41,10 +43,13 @@ def filled(block: nn.Module) -> nn.Module:
     return block
 
 
-def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS):
+def random_block(
+    kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS,
+    norm_output: bool = False,
+):  # fmt: skip
     """A module for the tiny target; EAGLE-3's has head counts of its own. ``before``: a norm before its fc."""
     eps = runner.shared_parts.rms_norm_eps
-    eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True)
+    eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True, norm_output=norm_output)
     if kind == "longspec":
         kv = runner.kv_shape
         shape = LongSpecShape(48, 64, runner.shared_parts.num_heads, kv.kv_heads, kv.head_dim, eps, WINDOW, False)
@@ -53,6 +58,8 @@ def random_block(kind: str, runner: TargetRunner, vocabulary: int = 61, before: 
         return filled(Eagle3Block(eagle3))
     if kind == "onepass":
         return filled(OnePassBlock(OnePassShape(**asdict(eagle3), slots=slots, rank=5)))
+    if kind == "mtp":
+        return filled(MtpBlock(runner, has_experts=False).to_empty(device="cpu"))
     if kind == "heads":
         return filled(HeadsBlock(HeadsShape(48, 3, eps)))
     return filled(small_llama.build_decoder(small_llama.small_llama_config(runner, 2, 64, 1e4, 64)))
@@ -75,6 +82,9 @@ def make_trainer(
         return trainer_class(
             module, runner.shared_parts, RotaryEmbedding(8, rope or make_rope_parameters(1000.0)), kept, config, window
         )
+    if kind == "mtp":
+        config = MtpConfig(**common, ttt=STEPS, decay=DECAY)
+        return MtpTrainer(module, runner.shared_parts, runner.shared_parts.rotary, kept, config, window)
     if kind == "heads":
         return HeadsTrainer(module, runner.shared_parts, kept, HeadsConfig(**common, decay=DECAY))
     return {"longspec": LongSpecTrainer, "lm": LmTrainer}[kind](module, runner.shared_parts, kept, RunConfig(**common))
@@ -96,7 +106,7 @@ def predictions(
             logits = states @ trainer.target_head.T
             yield from ((i + 1, row + 2 + i, logits[row]) for row in range(document.start - 1, length - 2 - i))
     else:
-        rows = {"eagle3": _eagle3, "onepass": _onepass}[kind]
+        rows = {"eagle3": _eagle3, "mtp": _eagle3, "onepass": _onepass}[kind]
         roots = range(document.start - 1, length - 2)
         chains = [rows(trainer, document, root, min(STEPS - 1, length - 3 - root)) for root in roots]
         for i in range(STEPS):
@@ -134,7 +144,8 @@ def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -
     block, window = trainer.block, trainer.window
     keys, values, outputs = [], [], []
     for row in range(root + depth + 1):
-        g = block.project_features(document.hidden[row][None]) if row <= root else outputs[-1]
+        after = outputs and (block.norm(outputs[-1]) if getattr(block, "norm_output", False) else outputs[-1])
+        g = block.project_features(document.hidden[row][None]) if row <= root else after
 
         def attend(q, k, v):
             keys.append(k)
@@ -146,6 +157,8 @@ def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -
         out = block(trainer.embed(document.token_ids[row + 1][None]), g, *_rotary_at(trainer, document, row), [attend])
         if row >= root:
             outputs.append(out)
+    if isinstance(trainer, MtpTrainer):  # whose outputs are normed
+        return [(out @ trainer.target_head.T)[0] for out in outputs]
     return [block.logits(out)[0] for out in outputs]
 
 

@@ -25,6 +25,7 @@ _IGNORED = (
     "kv_cache_dtype", "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction",
     "draft_load_config", "draft_sample_method", "dspark_draft_topk", "suffix_decoding_max_tree_depth",
     "suffix_decoding_max_spec_factor", "suffix_decoding_max_cached_requests", "suffix_decoding_min_token_prob",
+    "use_heterogeneous_vocab",
 )  # fmt: skip
 # {key: (values that need nothing, why other values are refused)}
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -37,7 +38,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((None,), "a draft is read in the dtype of its files: use a GGUF or a quantized folder"),
     "revision": ((None, "main"), "download that revision, and name its folder as the model"),
     "code_revision": ((None, "main"), "longdraft runs no code of a draft's folder"),
-    "use_heterogeneous_vocab": ((None, False), "the draft needs the target's vocabulary"),
     "num_speculative_tokens_per_batch_size": ((None,), "the planner chooses the number: leave both numbers out"),
     "enable_adaptive_verification": ((None, False), "--plan auto does this for every method"),
 }

@@ -13,7 +13,7 @@ If a model's RoPE was scaled for longer contexts, its MTP layer by default atten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,9 +28,11 @@ from longdraft.drafters.shared.draft_round import BoundDraft, DraftRound
 from longdraft.drafts import draft_folder, mtp_formats, mtp_layer
 from longdraft.drafts.assistant import AssistantDraft
 from longdraft.drafts.draft import Draft
+from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.engine.drafter import Drafter
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.memory.store import KVShape, KVStore
+from longdraft.model.quant import stored
 from longdraft.model.rope import original_context_length
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix
@@ -99,30 +101,43 @@ class MtpBlock(LastStateBlock):
 class MtpDraft(Draft[BoundDraft]):
     """The MTP layer of a checkpoint. Only :meth:`make` constructs the module, because it needs the target's class.
 
-    ``folder``: the checkpoint, or a GGUF file. ``tensors``: from :func:`longdraft.drafts.mtp_formats.read`.
+    Args:
+        folder: the checkpoint, a GGUF file, or a folder of ours (``longdraft train mtp``).
+        tensors: the module's, from :func:`longdraft.drafts.mtp_formats.read` or of a folder of ours.
+        contents: contents of a folder of ours; None: another layout.
     """
 
     kind, label = KIND, "MTP"
     round_type, decoder_layers, is_multi_layer = DraftRound, 1, False
-    default_depth = max_levels = window = max_context = None  # the layer has the target's context length
+    default_depth = max_levels = window = None
 
-    def __init__(self, folder: Path | str, tensors: dict[str, torch.Tensor | QuantizedMatrix]) -> None:
+    def __init__(
+        self, folder: Path | str, tensors: Mapping[str, torch.Tensor | QuantizedMatrix],
+        contents: DraftFolder | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(folder)
         self._tensors = tensors
         projection = tensors.get("eh_proj.weight")
         if projection is None:
             raise CheckpointError(f"{folder} lacks its MTP layer's fc or eh_proj: copy all files of the folder again.")
-        self.required_target = {"hidden_size": projection.shape[0]}
+        config, target = (contents.config, contents.target) if contents else ({}, {})
+        # A checkpoint's layer has the target's context length.
+        self.trained_length = self.max_context = draft_folder.optional_int(config, "trained_length", folder)
+        self.required_target = {"hidden_size": projection.shape[0]} | target
 
     @classmethod
     def load(cls, folder: Path | str) -> MtpDraft | AssistantDraft:
-        """Reads the layer from a target's folder or GGUF file, without its other tensors; or Gemma 4's assistant.
+        """Reads the layer from a target's folder or GGUF file, without its other tensors, or from a folder of ours; or
+        Gemma 4's assistant.
 
         Raises:
             CheckpointError: the folder is unreadable, has no MTP layer, or is a draft for another method.
         """
         if draft_folder.is_draft_folder(folder) and draft_folder.is_assistant(draft_folder.read_config(folder)):
             return AssistantDraft(folder)
+        if Path(folder).is_dir() and "longdraft_format" in draft_folder.read_config(folder):
+            contents = draft_folder.load(folder, KIND)
+            return cls(folder, contents.tensors, contents)
         return cls(folder, mtp_formats.read(folder))
 
     @property
@@ -139,13 +154,25 @@ class MtpDraft(Draft[BoundDraft]):
             raise CapabilityError("MTP layers do not run in tensor parallel: use eagle3 or prompt-lookup.")
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        tensors = self._tensors
-        block = MtpBlock(runner, any(".experts." in name for name in tensors))
-        expected_shapes = {name: tensor.shape for name, tensor in block.state_dict().items()}
-        shapes = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in tensors.items()}
-        draft_folder.check_tensors(shapes, expected_shapes, self.folder, self.label)
-        mtp_layer.load_weights(block, tensors, runner.device, runner.kv_shape.dtype, int8=runner.arithmetic == "int8")
+        block, int8 = self._meta_block(runner), runner.arithmetic == "int8"
+        mtp_layer.load_weights(block, self._tensors, runner.device, runner.kv_shape.dtype, int8=int8)
         return BoundDraft(runner, block, runner.shared_parts.rotary, None)
+
+    def trainable_module(self, runner: TargetRunner) -> MtpBlock:
+        """Returns the module with the draft's weights in float32, for further training."""
+        block = self._meta_block(runner)
+        tensors = self._tensors.items()
+        floats = {n: stored.dequantize(t) if isinstance(t, QuantizedMatrix) else t.float() for n, t in tensors}
+        block.load_state_dict(floats, assign=True)
+        return block
+
+    def _meta_block(self, runner: TargetRunner) -> MtpBlock:
+        """Makes the module on the meta device. Raises CheckpointError if the tensors do not fit it."""
+        block = MtpBlock(runner, any(".experts." in name for name in self._tensors))
+        expected_shapes = {name: tensor.shape for name, tensor in block.state_dict().items()}
+        shapes = {name: torch.empty(t.shape, dtype=torch.float32, device="meta") for name, t in self._tensors.items()}
+        draft_folder.check_tensors(shapes, expected_shapes, self.folder, self.label)
+        return block
 
 
 @takes(TreeOptions, WindowOptions)

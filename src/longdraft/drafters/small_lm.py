@@ -2,7 +2,8 @@
 
 A round feeds the new tokens as a chain that ends with the root. The root's logits give the first level, and the tree
 grows level by level. The KV of each level is written after the KV of earlier levels, under an ancestor mask. Only the
-KV of emitted tokens is committed to the draft's cache.
+KV of emitted tokens is committed to the draft's cache. A draft of another vocabulary has an entry for each target token
+too (:mod:`longdraft.drafts.token_map`).
 
 The view is the part of the context that the draft attends to. A full view has all tokens, at true positions, as in
 plain speculative decoding. A streaming view has the first and the last tokens. A retrieval view also has the chunks
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.drafters.shared.key_rotation import KeyRotation
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.retrieval import ChunkOptions, RetrievalDrafter, make_retrieval
@@ -173,7 +175,7 @@ class SmallLMDrafter(RetrievalDrafter):
             chunk, tokens = tokens[:count], tokens[count:]
             store = self.cache.store
             batch = store.make_forward_batch([slot], [chunk], is_prefill=True, prompt_len=prompt_len)
-            self.bound.runner.forward(batch, store, logits="none")
+            self.bound.runner.forward(self.bound.translate(batch), store, logits="none")
             self.commit(slot, chunk)
 
     def _check_length(self, s: Sequence) -> None:
@@ -247,7 +249,7 @@ class SmallLMRound(LMDraftRound):
 
     def __init__(self, drafter: SmallLMDrafter, sequences: list[Sequence]) -> None:
         super().__init__(drafter, drafter.bound.runner, drafter.cache.store, drafter.bound.fused_lm, sequences)
-        self._small_lm = drafter
+        self._small_lm, self._translate = drafter, drafter.bound.translate
 
     def root_position(self, sequence: Sequence) -> int:
         """Returns the root's position in the cache, which already holds the root."""
@@ -260,7 +262,7 @@ class SmallLMRound(LMDraftRound):
         self._drafter.forwards += 1
         sequences = self.sequences_of(level)
         slots, chains = [s.slot for s in sequences], [self._small_lm.new_tokens(s) for s in sequences]
-        batch, fused_lm = self._store.make_forward_batch(slots, chains), self._fused_lm
+        batch, fused_lm = self._translate(self._store.make_forward_batch(slots, chains)), self._fused_lm
         is_even = len({*map(len, chains)}) == 1  # no chain is padded, so the last logits are the root's
         result: tuple[torch.Tensor, ...]
         if top_k and fused_lm is not None and is_even and fused_lm.supports(self._store, sum(map(len, chains))):
@@ -275,3 +277,6 @@ class SmallLMRound(LMDraftRound):
         for slot, chain in zip(slots, chains, strict=True):
             self._small_lm.commit(slot, chain)
         return result
+
+    def _forward_batch(self, level: TreeLevel) -> ForwardBatch:
+        return self._translate(super()._forward_batch(level))

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import cached_file
 
 from longdraft.drafts.small_llama import frozen_linear
+from longdraft.drafts.token_map import TokenMap, match_tokens
+from longdraft.errors import CheckpointError
 from longdraft.folders import is_gguf
 from longdraft.model.gguf.header import require_package
 from longdraft.model.gguf.loading import GGUFFile
@@ -18,7 +20,7 @@ from longdraft.model.load.checkpoints import check_folder, check_gguf, checkpoin
 from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.load.loading import load
 from longdraft.model.model_parts import context_length, decoder_config
-from longdraft.model.quant import stored
+from longdraft.model.quant import stored, stored_model
 from longdraft.model.runner import TargetRunner
 
 # Two vocabularies count as equal if at most this fraction of the ids that both have stands for different tokens:
@@ -85,33 +87,51 @@ def read_draft_model(name: str, dtype: torch.dtype, device: torch.device) -> Pre
     return model.to(device).eval().requires_grad_(False)
 
 
-def vocabulary_mismatch(name: str, runner: TargetRunner) -> str | None:
-    """Describes how the vocabulary of the draft model ``name`` differs from the target's. Returns "" if the
-    vocabularies are equal, None if one cannot be read. They are read from the models' files, without downloads."""
+def token_map(name: str, runner: TargetRunner, draft_size: int, num_proposed: int | None) -> TokenMap | None:
+    """Returns how the draft model ``name`` drafts with another vocabulary than the target's; None if token ids mean the
+    same for both. Tokenizers are read from the models' files; if one is unknown, heads of one size count as equal.
+
+    Args:
+        draft_size: number of rows of the draft's head.
+        num_proposed: only draft ids below it are proposed; None: all.
+
+    Raises:
+        CheckpointError: the vocabularies differ, and a tokenizer is unknown or no token is the same.
+    """
     target_name = str(getattr(runner.model, "name_or_path", "") or "")
-    draft_vocab, target_vocab = _read_vocab(name), _read_vocab(target_name) if target_name else None
+    draft_vocab, target_vocab = _read_vocab(name, download=True), _read_vocab(target_name) if target_name else None
     if draft_vocab is None or target_vocab is None:
-        return None
+        if draft_size == runner.vocab_size:
+            return None
+        unknown = name if draft_vocab is None else target_name or "the target"
+        raise CheckpointError(
+            f"{name} has {draft_size} tokens, the target {runner.vocab_size}, and the tokenizer of {unknown} cannot be "
+            "read here, which would say what they are. Name folders or files with tokenizers, or a model with the "
+            "target's vocabulary, or train a draft: longdraft train lm."
+        )
     shared_ids = draft_vocab.keys() & target_vocab.keys()
-    renamed_ids = sorted(i for i in shared_ids if draft_vocab[i] != target_vocab[i])
-    if shared_ids and len(renamed_ids) <= MAX_RENAMED_FRACTION * len(shared_ids):
-        return ""
-    message = f"its tokenizer numbers tokens differently from that of {target_name}"
-    if renamed_ids:
-        i = renamed_ids[0]
-        example = f"{i} is {draft_vocab[i]!r} here and {target_vocab[i]!r} there"
-        message += f": {len(renamed_ids):,} of {len(shared_ids):,} ids differ, for example {example}"
-    return message
+    num_renamed = sum(draft_vocab[i] != target_vocab[i] for i in shared_ids)
+    if shared_ids and num_renamed <= MAX_RENAMED_FRACTION * len(shared_ids):
+        return None
+    draft_vocab = {i: token for i, token in draft_vocab.items() if i < draft_size}
+    matched = match_tokens(draft_vocab, target_vocab, num_proposed or draft_size, runner.vocab_size)
+    if not len(matched.draft_ids):
+        raise CheckpointError(
+            f"{name} has no token of {target_name} to propose: name a model whose tokenizer has the same texts, or "
+            "train a draft: longdraft train lm."
+        )
+    return matched
 
 
-def _read_vocab(name: str) -> dict[int, str] | None:
+def _read_vocab(name: str, download: bool = False) -> dict[int, str] | None:
     """Returns token id -> token for the model ``name``; None if its tokenizer cannot be read."""
     with quiet():
         try:
             file = packaged_file() if name == EMBEDDED_ID else Path(name)
             if file.is_file():
-                return dict(enumerate(GGUFFile(file).vocab))
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
+                return dict(enumerate(GGUFFile(file).vocab)) or None
+            is_local = file.is_dir() or not download
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=is_local)
             return {i: token for token, i in tokenizer.get_vocab().items()}
         except Exception:
             return None
@@ -131,17 +151,22 @@ def fit_vocab_size(model: PreTrainedModel, size: int) -> PreTrainedModel:
     return model
 
 
-def fit_head(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Removes the head's rows beyond ``size``. The embedding does not change."""
+def fit_head(model: PreTrainedModel, rows: int | torch.Tensor) -> PreTrainedModel:
+    """Keeps the head's first ``rows`` rows, or those of the ids ``rows`` (n,). The embedding does not change."""
     head = model.get_output_embeddings()
-    if stored.weight_shape(head)[0] > size:
+    if not isinstance(rows, int) or stored.weight_shape(head)[0] > rows:
+        index, size = (slice(rows), rows) if isinstance(rows, int) else (rows.to(model.device), len(rows))
         bias = getattr(head, "bias", None)
-        bias = None if bias is None else bias[:size]
-        if isinstance(head, stored.StoredLinear):
-            head.data, head.out_features = head.data[:size], size
+        bias = None if bias is None else bias[index]
+        if not isinstance(head, stored.StoredLinear):
+            model.set_output_embeddings(frozen_linear(head.weight[index], bias))
+        elif isinstance(rows, int):  # a repacked copy has the same first rows
+            head.data, head.out_features = head.data[index], size
             head.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         else:
-            model.set_output_embeddings(frozen_linear(head.weight[:size], bias))
+            selected = stored.StoredLinear(head.matrix.select_rows(rows), bias)
+            stored_model.repack_weights(selected, lambda message: None)
+            model.set_output_embeddings(selected)
         decoder_config(model).vocab_size = size
     return model
 

@@ -222,7 +222,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def _read_floats(tensor: GGUFTensor) -> torch.Tensor:
     """Returns a tensor in torch's shape: 16-bit floats and integers as they are, quantised ones in float32."""
     dtype = {"I64": torch.int64, "I32": torch.int32, **HALF_DTYPES}.get(tensor.quant_type)
-    weight = read_tensor(tensor) if dtype is None else torch.from_numpy(tensor.data).view(dtype)
+    weight = read_tensor(tensor, requantize=False) if dtype is None else torch.from_numpy(tensor.data).view(dtype)
     weight = weight.dequantize() if isinstance(weight, QuantizedMatrix) else weight
     return weight.reshape(tensor.shape[::-1])
 

@@ -1,25 +1,29 @@
 """Small language models as drafts: reads them, checks them against a target, and runs them with a TargetRunner.
 
 There are two kinds. A folder of ``longdraft train lm`` holds a decoder that uses the target's embedding and head. Any
-other folder, a GGUF file or a hub id is a complete causal language model with the target's vocabulary.
+other folder, a GGUF file or a hub id is a complete causal language model, with the target's vocabulary or another one.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.drafts import draft_folder, draft_models, small_llama
 from longdraft.drafts.draft import Draft, TrainedDraft
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.fused_lm import FusedLM
+from longdraft.drafts.token_map import TokenMap
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.folders import is_gguf
+from longdraft.model.model_parts import decoder_config
 from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
 from longdraft.native import QuantizedMatrix
@@ -31,9 +35,21 @@ KIND = "small-lm"
 class BoundLM:
     """A small language model, in its target's dtype and on its device."""
 
-    runner: TargetRunner  # runs the model. The inputs are target ids; the logits are over the draft's vocabulary.
-    draft_to_target_ids: torch.Tensor | None  # (draft vocabulary,) target id of each draft id; None: ids are equal
+    runner: TargetRunner  # runs the model, whose inputs come from :meth:`translate`
+    draft_to_target_ids: torch.Tensor | None  # (rows of the head,) target id of each row; None: ids are equal
     fused_lm: FusedLM | None = None  # computes a forward of few tokens in one kernel call; None: not supported
+    input_ids: torch.Tensor | None = None  # (target vocabulary,) draft id of each input; None: ids are equal
+    bos_token_id: int | None = None  # stands for the first token of a text that another tokenizer made
+
+    def translate(self, batch: ForwardBatch) -> ForwardBatch:
+        """Returns a batch of target ids with the ids that the draft is fed."""
+        if self.input_ids is None:
+            return batch
+        assert batch.token_ids is not None and batch.positions is not None
+        token_ids = self.input_ids[batch.token_ids]
+        if self.bos_token_id is not None:  # drafts that were trained with BOS need one
+            token_ids = token_ids.masked_fill(batch.positions == 0, self.bos_token_id)
+        return replace(batch, token_ids=token_ids)
 
 
 class SmallLMDraft(Draft[BoundLM]):
@@ -106,8 +122,8 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
 class PublishedLM(SmallLMDraft):
     """A causal language model in a folder, a GGUF file or on the hub. :meth:`make` reads the weights.
 
-    The model must have the target's vocabulary. If both tokenizers are available, they are compared, and the heads may
-    be padded to different sizes. If the target's origin is unknown, only the sizes of the heads are compared.
+    If both tokenizers are available, they are compared. If they differ, tokens are matched by their text
+    (:mod:`longdraft.drafts.token_map`). If the vocabularies are equal, heads may be padded to different sizes.
     """
 
     def __init__(self, name: str) -> None:
@@ -119,6 +135,7 @@ class PublishedLM(SmallLMDraft):
             config = draft_folder.read_config(self.folder)
             self.retrieval_layer = draft_folder.optional_int(config, "retrieval_layer", name, minimum=0)
         self._vocabulary: int | None = None
+        self._token_maps: weakref.WeakKeyDictionary[TargetRunner, TokenMap | None] = weakref.WeakKeyDictionary()
         self._trimmed: dict[int, PublishedLM] = {}
 
     @property
@@ -137,23 +154,39 @@ class PublishedLM(SmallLMDraft):
             trimmed._vocabulary = vocabulary
         return self._trimmed[vocabulary]
 
+    def token_map(self, runner: TargetRunner) -> TokenMap | None:
+        """Returns how to draft with another vocabulary than the target's; None if token ids mean the same for both.
+        Raises CheckpointError if tokens cannot be matched."""
+        if runner not in self._token_maps:
+            sizes = self._model_sizes.vocab_size, self._vocabulary
+            self._token_maps[runner] = draft_models.token_map(self._name, runner, *sizes)
+        return self._token_maps[runner]
+
     def check(self, runner: TargetRunner) -> None:
-        mismatch = draft_models.vocabulary_mismatch(self._name, runner)
-        draft_size, target_size = self._model_sizes.vocab_size, runner.vocab_size
-        if mismatch is None and draft_size != target_size:
-            mismatch = f"it has {draft_size} tokens, not {target_size}"
-        if mismatch:
-            raise CheckpointError(
-                f"{self._name} does not have the target's vocabulary ({mismatch}), so it cannot draft for it. Name a "
-                "model of the target's family, or train a draft: longdraft train lm."
-            )
+        self.token_map(runner)
+
+    def remarks(self, runner: TargetRunner) -> list[str]:
+        if (token_map := self.token_map(runner)) is None:
+            return []
+        return [
+            f"its tokenizer is not the target's: it proposes the {len(token_map.draft_ids):,} tokens that both have, "
+            f"of the target's {runner.vocab_size:,}. Where a text has others, its proposals end: a model of the "
+            "target's family pays more"
+        ]
 
     def make(self, runner: TargetRunner) -> BoundLM:
-        model = draft_models.read_draft_model(self._name, runner.kv_shape.dtype, runner.device)
-        model = draft_models.fit_vocab_size(model, runner.vocab_size)
-        if self._vocabulary is not None:
-            model = draft_models.fit_head(model, self._vocabulary)
+        token_map, device = self.token_map(runner), runner.device
+        model = draft_models.read_draft_model(self._name, runner.kv_shape.dtype, device)
+        target_ids, input_ids, bos = None, None, None
+        if token_map is not None:
+            target_ids, input_ids = token_map.target_ids.to(device), token_map.input_ids.to(device)
+            bos = getattr(decoder_config(model), "bos_token_id", None)
+            model = draft_models.fit_head(model, token_map.draft_ids)
+        else:
+            model = draft_models.fit_vocab_size(model, runner.vocab_size)
+            if self._vocabulary is not None:
+                model = draft_models.fit_head(model, self._vocabulary)
         draft_runner = TargetRunner(model)
         # With int8 arithmetic FusedLM shares the model's weights; with float32 it would need a second copy of them.
         fused_lm = FusedLM.from_runner(draft_runner) if draft_runner.arithmetic == "int8" else None
-        return BoundLM(draft_runner, None, fused_lm)
+        return BoundLM(draft_runner, target_ids, fused_lm, input_ids, bos)

@@ -111,6 +111,9 @@ class Eagle3Config(RunConfig):
     )
     feature_layers: tuple[int, ...] = option((), help="target layers to read, of L; none: 1, L//2-1 and L-4, or init's")
     window: int | None = option(None, help="sliding window in tokens, the query included; none: off", min=1)
+    norm_output: bool = option(
+        False, help="norm the outputs that the next TTT step reads (EAGLE-3.1); init keeps its own"
+    )
     distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
     rope_theta: float | None = option(None, help="base of the draft's RoPE; none: init's, or the target's", above=0)
     rope_factor: float | None = option(None, help="YaRN factor in training; none: init's, or no YaRN", min=1)
@@ -142,11 +145,23 @@ class EagleConfig(RunConfig):
 
 
 @dataclass(frozen=True)
+class MtpConfig(RunConfig):
+    """An MTP run. Without ``init``, the layer is the target's own, or a new one if the target has none."""
+
+    ttt: int = option(3, help="TTT steps (training-time test), each on the layer's outputs of the step before", min=1)
+    decay: float = option(0.8, help="weight of a TTT step in the loss, relative to the one before", above=0, most=1)
+    distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
+    lr: float = option(1e-4, help="peak learning rate", above=0)
+    unused_settings = ("vocabulary", "intermediate_size")
+
+
+@dataclass(frozen=True)
 class OnePassConfig(Eagle3Config):
     """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
 
     ttt: int = option(6, help="tokens drafted by one forward; a one-pass draft in init keeps its number of them", min=1)
     rank: int = option(128, help="rank of the bigram matrix; a one-pass draft in init keeps its rank", min=1)
+    unused_settings = ("norm_output",)  # no step reads an output
 
 
 @dataclass(frozen=True)

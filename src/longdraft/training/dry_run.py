@@ -161,6 +161,7 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
         # fc projects the states of all feature layers; below, an embedding and a state.
         "eagle3": DraftCosts(eagle3_layer, state_size, ttt, input_weights=state_size * h, head_weights=vocab * h),
         "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
+        "mtp": DraftCosts(layer, h, ttt, input_weights=2 * h * h),
         # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
         "onepass": DraftCosts(
             eagle3_layer, state_size, ttt, input_weights=state_size * h + vocab * rank, head_weights=vocab * (h + rank)
@@ -171,7 +172,7 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     if kind not in kinds:
         raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
     # Distillation needs the last layer's states, which some drafts read anyway.
-    has_last_state = kind in ("eagle", "heads") or sizes.kv.layers - 1 in feature_layers
+    has_last_state = kind in ("eagle", "heads", "mtp") or sizes.kv.layers - 1 in feature_layers
     extra = 0 if has_last_state or not config.distill else h
     return kinds[kind]._replace(feature_size=kinds[kind].feature_size + extra)
 

@@ -55,8 +55,8 @@ class EagleTrainer(Eagle3Trainer):
         noise = [torch.rand(n, hidden_size, generator=torch.Generator().manual_seed(seed)) for seed, n in documents]
         return features + self.feature_noise * (2 * torch.cat(noise) - 1).to(features.device)
 
-    def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return hidden, self.target_head
+    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return states, self.target_head
 
     def adjust_loss(self, batch: PackedBatch, states: torch.Tensor, result: StepOutput) -> StepOutput:
         """Returns the sum of regression and weighted cross-entropy. Step 0 alone counts: training has no other."""

@@ -7,7 +7,8 @@ target's features of token t. The output o(i, t) of step i predicts token t + 2.
     o(i, t) = f(token t + 1, o(i - 1, t - 1))        for steps i > 0, as when the draft reads its own output
     loss    = sum over i and t of decay^i * cross-entropy(head(norm(o(i, t))), target's distribution of token t + 2)
 
-A query sees the same keys as in drafting (:mod:`longdraft.training.attention`).
+A query sees the same keys as in drafting (:mod:`longdraft.training.attention`). With ``norm_output`` (EAGLE-3.1), step
+i reads norm(o(i - 1, t - 1)), so magnitudes do not drift over the steps.
 
 To adapt a draft to long text (SpecPV, appendix A), ``init`` names a draft that was trained on short text, in any layout
 that longdraft reads, and ``rope_factor`` stretches its positions with YaRN.
@@ -35,7 +36,7 @@ from longdraft.drafters.shared.draft_block import DraftBlock
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA, default_feature_layers, scale_rope
 from longdraft.errors import CheckpointError, ConfigError
-from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
+from longdraft.model.rope import CosSin, RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.registry import kind_of
@@ -68,16 +69,14 @@ class Eagle3Trainer(DraftTrainer):
     needs_target_argmax = True
     window_slides = True
     """True: in steps i > 0 the window ends at the query, as in drafting. False: it ends at the query's anchor."""
-    ttt_steps, retain = 1, 1.0
 
     def __init__(
-        self, block: DraftBlock, parts: SharedParts, rotary: RotaryEmbedding, draft_to_target: torch.Tensor | None,
-        config: RunConfig, window: int | None = None,
+        self, block: DraftBlock, parts: SharedParts, rotary: Callable[[torch.Tensor], CosSin],
+        draft_to_target: torch.Tensor | None, config: RunConfig, window: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(block, parts, draft_to_target, config)
         self.rotary, self.window = rotary, window
-        if isinstance(config, Eagle3Config):
-            self.ttt_steps, self.retain = config.ttt, config.retain
+        self.ttt_steps, self.retain = getattr(config, "ttt", 1), getattr(config, "retain", 1.0)
 
     def forward(
         self, documents: Sequence[Features], shifts: Sequence[int] = (), ttt_steps: int | None = None
@@ -126,7 +125,7 @@ class Eagle3Trainer(DraftTrainer):
         spans = zip(documents, batch.spans, strict=True)
         previous_ids = torch.cat([d.token_ids[span.label_start + 1 : -1] for d, span in spans]).to(device)
         states = torch.cat(outputs)
-        hidden, head = self.states_and_head(self.block.norm(states), self.target_to_draft[previous_ids][indices])
+        hidden, head = self.states_and_head(states, self.target_to_draft[previous_ids][indices])
         return self.adjust_loss(batch, states, self.compute_loss(hidden, head, labels, depths, weights))
 
     def project_features(self, batch: PackedBatch, shifts: Sequence[int]) -> torch.Tensor:
@@ -152,13 +151,13 @@ class Eagle3Trainer(DraftTrainer):
         """
         return embeddings[indices], self.block.next_features(previous)
 
-    def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns states (N, size) and a head (W, size). The logits are ``states @ head.T``.
+    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns hidden states (N, size) and a head (W, size). The logits are ``hidden @ head.T``.
 
-        ``hidden``: (N, hidden size), the block's outputs after the final norm. ``previous_ids``: (N,) draft ids of the
-        tokens before the predicted tokens; -1: not in the draft's vocabulary.
+        ``states``: (N, hidden size), the block's outputs. ``previous_ids``: (N,) draft ids of the tokens before the
+        predicted tokens; -1: not in the draft's vocabulary.
         """
-        return hidden, self.block.lm_head.weight.to(self.matmul_dtype)
+        return self.block.norm(states), self.block.lm_head.weight.to(self.matmul_dtype)
 
     def _step_attention(self, num_keys: list[int], num_queries: list[int], step_kv: list[list[KVPair]]) -> Attention:
         """Makes the attention function of the next step, which appends the step's keys and values to ``step_kv``.
@@ -214,10 +213,11 @@ class OnePassTrainer(Eagle3Trainer):
         anchors = indices - step
         return self.block.mask_token_inputs(embeddings[anchors], features[anchors], slice(step - 1, step))
 
-    def states_and_head(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # One product computes head and bigram, which are concatenated along the inner dimension.
         head = torch.cat([self.block.lm_head.weight, self.block.bigram_out.weight], 1)
         bigram = self.block.predecessor_weights(previous_ids)
+        hidden = self.block.norm(states)
         return torch.cat([hidden, bigram.to(hidden.dtype)], 1), head.to(self.matmul_dtype)
 
 
@@ -315,7 +315,10 @@ def _new_block(
         raise ConfigError(f"Set feature_layers to increasing numbers, counted from 0, of {limit}, not {[*layers]}.")
     draft_to_target, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
     head = head_rows(runner.shared_parts.head, draft_to_target).cpu()
-    block = Eagle3Block(Eagle3Shape(**session.draft_sizes(), feature_size=size, vocabulary=len(head)))
+    shape = Eagle3Shape(
+        **session.draft_sizes(), feature_size=size, vocabulary=len(head), norm_output=config.norm_output
+    )
+    block = Eagle3Block(shape)
     block.initialize(config.seed, head=head)
     return block, draft_to_target, layers
 
