@@ -36,11 +36,11 @@ class MtpTrainer(Eagle3Trainer):
 
 
 def train_mtp(config: MtpConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
-    """Trains an MTP layer; see :mod:`longdraft.training.session`. Raises CapabilityError if ``init`` is an assistant."""
+    """Trains an MTP layer; see :mod:`longdraft.training.session`. Raises CapabilityError for an assistant in ``init``."""
     init = None if config.init is None else MtpDraft.load(config.init)
     if isinstance(init, AssistantDraft):
         raise CapabilityError(
-            f"{config.init} is an assistant of Gemma 4, which is not trained here: give an MTP layer."
+            f"{config.init} is an assistant of Gemma 4, which is not trained here."
         )
     session = TrainingSession(config, levels=max(config.ttt, EVAL_DEPTH), progress=progress, stop=stop)
     runner = session.runner
