@@ -36,7 +36,8 @@ class MtpTrainer(Eagle3Trainer):
 
 
 def train_mtp(config: MtpConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
-    """Trains an MTP layer; see :mod:`longdraft.training.session`. Raises CapabilityError for an assistant in ``init``."""
+    """Trains an MTP layer; see :mod:`longdraft.training.session`. Raises CapabilityError if ``init`` is an assistant of
+    Gemma 4."""
     init = None if config.init is None else MtpDraft.load(config.init)
     if isinstance(init, AssistantDraft):
         raise CapabilityError(
