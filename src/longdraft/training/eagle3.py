@@ -304,15 +304,22 @@ def scale_to_features(block: Eagle3Block, num_layers: int, document: Features) -
         block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
 
 
+def new_feature_layers(layers: tuple[int, ...], runner: TargetRunner) -> tuple[int, ...]:
+    """Returns the target layers that a new draft reads: ``layers``, or the default if these are (). Raises ConfigError
+    if the target lacks one."""
+    layers = layers or default_feature_layers(runner.num_layers)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.num_layers:
+        limit = f"the target's {runner.num_layers} layers"
+        raise ConfigError(f"Set feature_layers to increasing numbers, counted from 0, of {limit}, not {[*layers]}.")
+    return layers
+
+
 def _new_block(
     config: Eagle3Config, session: TrainingSession
 ) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
     """Returns a new block, the target ids of its vocabulary (None: all), and the target layers that it reads."""
     runner = session.runner
-    layers = config.feature_layers or default_feature_layers(runner.num_layers)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.num_layers:
-        limit = f"the target's {runner.num_layers} layers"
-        raise ConfigError(f"Set feature_layers to increasing numbers, counted from 0, of {limit}, not {[*layers]}.")
+    layers = new_feature_layers(config.feature_layers, runner)
     draft_to_target, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
     head = head_rows(runner.shared_parts.head, draft_to_target).cpu()
     shape = Eagle3Shape(
