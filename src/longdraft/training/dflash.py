@@ -65,7 +65,9 @@ class DFlashTrainer(DraftTrainer):
         device, shape, batch = self.device, self.block.shape, self.pack(documents)
         size = shape.block_size
         # By document: the anchors' indices among the document's labels, which are in order.
-        chosen = [self._choose(n, seed) for n, seed in zip(batch.num_labels, shifts, strict=True)]
+        chosen = [
+            self._choose(n, seed) for n, seed in zip(batch.num_labels, shifts or [0] * len(documents), strict=True)
+        ]
         starts = torch.tensor(batch.num_labels).cumsum(0) - torch.tensor(batch.num_labels)
         features = batch.gather([d.hidden for d in documents]).to(device, self.matmul_dtype)
         context = self.block.project_features(features).float()
