@@ -32,6 +32,7 @@ from longdraft.training.eagle import NOISE_SEEDS
 from longdraft.training.eagle3 import new_feature_layers
 from longdraft.training.features import Features
 from longdraft.training.loop import Reports, TrainingLoop
+from longdraft.training.losses import scale_logits
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import DraftTrainer, StepOutput
 
@@ -173,9 +174,8 @@ def train_dflash(config: DFlashConfig, progress: Progress = no_progress, stop: S
         draft_to_target,
         config,
     )
-    if init is None:  # with norms of ones, logits of the target's head would be confident and wrong
-        with torch.no_grad():
-            block.norm.weight.fill_(1 / float(trainer.target_head.float().norm(dim=-1).median().clamp_min(1e-6)))
+    if init is None:
+        scale_logits(block.norm, trainer.target_head)
     draft_config = asdict(block.shape) | {
         "feature_layers": list(layers),
         "causal": block.causal,
