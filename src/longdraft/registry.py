@@ -93,9 +93,10 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
     Kind(
         "dflash",
         _drafter("eagle3:Eagle3Drafter"),
-        "published drafts of DFlash, DFlash 2 and DSpark: a block of tokens from one forward",
+        "DFlash, DFlash 2 and DSpark: a block of tokens from one forward; published drafts load as they are",
         f"{_DFLASH}; {_DSPARK}",
         load=_drafter("dflash:DFlashDraft.load"),
+        training=_training("DFlashConfig", "dflash:train_dflash", "Train a DFlash draft"),
     ),
     Kind(
         "eagle",

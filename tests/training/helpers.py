@@ -32,6 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle": {"intermediate_size": 64, "lr": 3e-3},
     "onepass": _EAGLE3 | {"rank": 8},
     "mtp": {"lr": 3e-3},
+    "dflash": {"layers": 2, "block_size": 4, "feature_layers": (0, 2), "intermediate_size": 64},
     "lm": {"layers": 2, "intermediate_size": 64},
     "heads": {"lr": 2e-3},
 }

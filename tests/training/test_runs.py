@@ -43,6 +43,10 @@ from tests.training.helpers import SMALL, begun, checkpoint_tensors, losses_of, 
         slow("eagle3", "eagle3", {"epochs": 2.0, "distill": 0.2, "norm_output": True}, 0.97, {"norm_output": True}),
         slow("eagle", "eagle", {"epochs": 2.0, "vocabulary": None}, 0.9, {"feature_layers": [2]}),
         slow("mtp", "mtp", {"vocabulary": None, "distill": 0.2}, 0.9, {}),
+        slow(
+            "dflash", "dflash", {"epochs": 2.0, "distill": 0.2, "anchors": 20}, 0.97,
+            {"feature_layers": [0, 2], "block_size": 4, "own_mask": True},
+        ),
         slow("onepass", "onepass", {"epochs": 0.8, "distill": 0.2}, 0.97, {"slots": 3, "rank": 8, "window": 12}),
         slow("lm", "small-lm", {"epochs": 2.0}, 0.8, {}),
         slow("heads", "tokenswift", {"epochs": 3.0, "lr": 2e-2, "heads": 2}, 0.8, {"heads": 2}),
@@ -57,7 +61,7 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
     assert final > first or kind == "eagle"  # which learns features: so few steps lower the loss alone
     found = reports[-1].simulated
     assert found is not None and found.tree >= found.chain > 1
-    assert len(found.agreement) == (2 if kind == "heads" else 5)
+    assert len(found.agreement) == {"heads": 2, "dflash": 3}.get(kind, 5)
     logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == [r.step for r in reports]
     weights = checkpoint_tensors(tmp_path / "run", reports[-1].step)
@@ -82,7 +86,7 @@ def test_a_run_learns_and_leaves_a_draft(config, target, tmp_path, kind, method,
     ("kind", "manner", "cached"),
     [
         *(("longspec", manner, cached) for manner in ("step", "checkpoint") for cached in (False, True)),
-        *((kind, "checkpoint", True) for kind in ("eagle3", "eagle", "mtp", "onepass", "lm", "heads")),
+        *((kind, "checkpoint", True) for kind in ("eagle3", "eagle", "mtp", "dflash", "onepass", "lm", "heads")),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(config, tmp_path, kind, manner, cached):

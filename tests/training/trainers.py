@@ -8,16 +8,19 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
+from longdraft.drafters.dflash import DFlashBlock
 from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.mtp import MtpBlock
 from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import small_llama
+from longdraft.drafts.dflash_formats import DFlashShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
-from longdraft.training.config import Eagle3Config, HeadsConfig, MtpConfig, RunConfig
+from longdraft.training.config import DFlashConfig, Eagle3Config, HeadsConfig, MtpConfig, RunConfig
+from longdraft.training.dflash import DFlashTrainer
 from longdraft.training.eagle3 import Eagle3Trainer, OnePassTrainer
 from longdraft.training.features import Features
 from longdraft.training.heads import HeadsTrainer
@@ -27,9 +30,17 @@ from longdraft.training.mtp import MtpTrainer
 from longdraft.training.trainer import DraftTrainer
 from tests.training.helpers import masked_attention
 
-KINDS = ("longspec", "eagle3", "mtp", "onepass", "heads", "lm")
+KINDS = ("longspec", "eagle3", "mtp", "dflash", "onepass", "heads", "lm")
 # What each kind reads of the target: hidden states of layers, the last layer's KV, nothing.
-READS = {"longspec": (), "eagle3": (0, 1, 2), "mtp": (2,), "onepass": (0, 1, 2), "heads": (2,), "lm": None}
+READS = {
+    "longspec": (),
+    "eagle3": (0, 1, 2),
+    "mtp": (2,),
+    "dflash": (0, 2),
+    "onepass": (0, 1, 2),
+    "heads": (2,),
+    "lm": None,
+}
 WINDOW, STEPS, DECAY = 7, 4, 0.7
 
 
@@ -58,6 +69,9 @@ def random_block(
         return filled(Eagle3Block(eagle3))
     if kind == "onepass":
         return filled(OnePassBlock(OnePassShape(**asdict(eagle3), slots=slots, rank=5)))
+    if kind == "dflash":
+        shape = DFlashShape(48, 64, 4, 2, 8, 96, vocabulary, 2, STEPS + 1, 1, rms_norm_eps=eps, own_mask=True)
+        return filled(DFlashBlock(shape, runner.vocab_size, [False, True], [None, 6]))
     if kind == "mtp":
         return filled(MtpBlock(runner, has_experts=False).to_empty(device="cpu"))
     if kind == "heads":
@@ -82,6 +96,9 @@ def make_trainer(
         return trainer_class(
             module, runner.shared_parts, RotaryEmbedding(8, rope or make_rope_parameters(1000.0)), kept, config, window
         )
+    if kind == "dflash":
+        config, rotary = DFlashConfig(**common, decay=DECAY), RotaryEmbedding(8, make_rope_parameters(1000.0))
+        return DFlashTrainer(module, runner.shared_parts, rotary, kept, config)
     if kind == "mtp":
         config = MtpConfig(**common, ttt=STEPS, decay=DECAY)
         return MtpTrainer(module, runner.shared_parts, runner.shared_parts.rotary, kept, config, window)
@@ -106,7 +123,7 @@ def predictions(
             logits = states @ trainer.target_head.T
             yield from ((i + 1, row + 2 + i, logits[row]) for row in range(document.start - 1, length - 2 - i))
     else:
-        rows = {"eagle3": _eagle3, "mtp": _eagle3, "onepass": _onepass}[kind]
+        rows = {"eagle3": _eagle3, "mtp": _eagle3, "dflash": _dflash, "onepass": _onepass}[kind]
         roots = range(document.start - 1, length - 2)
         chains = [rows(trainer, document, root, min(STEPS - 1, length - 3 - root)) for root in roots]
         for i in range(STEPS):
@@ -188,6 +205,17 @@ def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int)
                 z = z + block.bigram_out.weight @ block.bigram_in.weight[before]
             logits.append(z)
     return logits
+
+
+def _dflash(trainer: DFlashTrainer, document: Features, root: int, depth: int) -> list[torch.Tensor]:
+    """Logits of the tokens of a block behind the anchor, which is the token after row ``root``."""
+    block, rows = trainer.block, slice(root + 1)
+    context = block.project_features(document.hidden[rows])
+    kv = block.keys_values(None, context, *trainer.rotary(document.positions[rows]))
+    masks = block.mask_embedding.expand(STEPS, -1)
+    x = torch.cat([trainer.embed(document.token_ids[root + 1][None]), masks])
+    out = block(x[None], *trainer.rotary(document.positions[root + 1] + torch.arange(STEPS + 1)), [kv])[0]
+    return list(out[1 : depth + 2] @ trainer.target_head.T)
 
 
 def _rotary_at(trainer: Eagle3Trainer, document: Features, row: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ DFlash: arXiv:2602.06036; DSpark: arXiv:2607.05147. Shapes: B sequences, T token
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -38,6 +39,12 @@ from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
 from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.trees.level import TreeLevel, topk_logprobs
+
+# Sizes and settings that drafts have elsewhere, with which longdraft does not train them.
+_UNTRAINED = (
+    "from_anchor", "embedding", "markov_rank", "selector_rank", "conv_taps", "embedding_scale", "logit_scale",
+    "softcap",
+)  # fmt: skip
 
 
 class MarkovHead(nn.Module):
@@ -240,4 +247,9 @@ class DFlashDraft(Eagle3Draft):
         return False  # a prefill runs no layer: all keys and values are projections of the target's hidden states
 
     def trainable_module(self) -> Any:
-        raise CapabilityError(f"{self.folder} holds a DFlash draft, which longdraft does not train.")
+        others = [
+            f.name for f in fields(self.shape) if f.name in _UNTRAINED and getattr(self.shape, f.name) != f.default
+        ]
+        if others:
+            raise CapabilityError(f"{self.folder} sets {', '.join(others)}: longdraft trains DFlash without that.")
+        return super().trainable_module()

@@ -156,6 +156,18 @@ class MtpConfig(RunConfig):
 
 
 @dataclass(frozen=True)
+class DFlashConfig(RunConfig):
+    """A DFlash run. A new draft has the target's head counts, head size and rotary base; init keeps its own."""
+
+    layers: int = option(5, help="number of decoder layers", min=1)
+    block_size: int = option(16, help="tokens of a block: the last known one, and those drafted by one forward", min=2)
+    anchors: int = option(128, help="largest number of blocks of a document in a step, drawn anew each time", min=1)
+    decay: float = option(0.87, help="weight of a token of a block, relative to the one before", above=0, most=1)
+    feature_layers: tuple[int, ...] = option((), help="target layers to read, of L; none: 1, L//2-1 and L-4, or init's")
+    distill: float = option(1.0, help="share of the loss that distils the target's distribution", min=0, most=1)
+
+
+@dataclass(frozen=True)
 class OnePassConfig(Eagle3Config):
     """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
 

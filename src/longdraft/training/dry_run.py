@@ -152,7 +152,8 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     kv = 2 * sizes.kv.kv_heads * sizes.kv.head_dim  # elements of a token's keys and values in one layer
     layer = h * (2 * q + kv) + 3 * h * sizes.mlp_size  # q and o, k and v; gate, up and down
     eagle3_layer = layer + h * (q + kv)  # the input of q, k and v is twice as large
-    ttt, layers, rank, heads = (getattr(config, name, 0) for name in ("ttt", "layers", "rank", "heads"))
+    names = "ttt", "layers", "rank", "heads", "block_size"
+    ttt, layers, rank, heads, block_size = (getattr(config, name, 0) for name in names)
     feature_layers = getattr(config, "feature_layers", ())
     state_size = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
     kinds = {
@@ -161,6 +162,10 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
         # fc projects the states of all feature layers; below, an embedding and a state.
         "eagle3": DraftCosts(eagle3_layer, state_size, ttt, input_weights=state_size * h, head_weights=vocab * h),
         "eagle": DraftCosts(layer, h, input_weights=2 * h * h),
+        # A block costs block_size tokens. The context passes fc, and the layers' projections to keys and values.
+        "dflash": DraftCosts(
+            layers * layer, state_size, block_size, num_attentions=layers, input_weights=state_size * h
+        ),
         "mtp": DraftCosts(layer, h, ttt, input_weights=2 * h * h),
         # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
         "onepass": DraftCosts(

@@ -44,6 +44,7 @@ from longdraft.training.attention import KVPair, attend
 from longdraft.training.config import EVAL_DEPTH, Eagle3Config, OnePassConfig, RunConfig
 from longdraft.training.features import Features, head_rows
 from longdraft.training.loop import Reports, TrainingLoop
+from longdraft.training.losses import scale_logits
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 from longdraft.training.trainer import Attention, DraftTrainer, PackedBatch, StepOutput
 
@@ -291,8 +292,7 @@ def scale_to_features(block: Eagle3Block, num_layers: int, document: Features) -
 
     The states of the target's layers differ by orders of magnitude. So the columns of ``fc`` for a layer are divided by
     the root mean square of a token's state: the median over tokens, because the first token's state can be a thousand
-    times as large. ``fc`` passes the last layer through, plus random weights. With the target's head and a norm of
-    ones, a new draft would be confident and wrong for a hundred steps. So the final norm scales logits to unit size.
+    times as large. ``fc`` passes the last layer through, plus random weights.
     """
     states = document.hidden.cpu().float().chunk(num_layers, dim=-1)
     scales = [state.square().mean(-1).sqrt().median().clamp_min(1e-6) for state in states]  # no division by 0
@@ -301,7 +301,17 @@ def scale_to_features(block: Eagle3Block, num_layers: int, document: Features) -
         for part, scale in zip(columns, scales, strict=True):
             part.mul_(FC_NOISE / scale)
         columns[-1].add_(torch.eye(block.shape.hidden_size) / scales[-1])
-        block.norm.weight.fill_(1 / float(block.lm_head.weight.norm(dim=-1).median().clamp_min(1e-6)))
+    scale_logits(block.norm, block.lm_head.weight)
+
+
+def new_feature_layers(layers: tuple[int, ...], runner: TargetRunner) -> tuple[int, ...]:
+    """Returns the target layers that a new draft reads: ``layers``, or the default if these are (). Raises ConfigError
+    if the target lacks one."""
+    layers = layers or default_feature_layers(runner.num_layers)
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.num_layers:
+        limit = f"the target's {runner.num_layers} layers"
+        raise ConfigError(f"Set feature_layers to increasing numbers, counted from 0, of {limit}, not {[*layers]}.")
+    return layers
 
 
 def _new_block(
@@ -309,10 +319,7 @@ def _new_block(
 ) -> tuple[Eagle3Block, torch.Tensor | None, tuple[int, ...]]:
     """Returns a new block, the target ids of its vocabulary (None: all), and the target layers that it reads."""
     runner = session.runner
-    layers = config.feature_layers or default_feature_layers(runner.num_layers)
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < runner.num_layers:
-        limit = f"the target's {runner.num_layers} layers"
-        raise ConfigError(f"Set feature_layers to increasing numbers, counted from 0, of {limit}, not {[*layers]}.")
+    layers = new_feature_layers(config.feature_layers, runner)
     draft_to_target, size = session.vocabulary(), len(layers) * runner.shared_parts.hidden_size
     head = head_rows(runner.shared_parts.head, draft_to_target).cpu()
     shape = Eagle3Shape(

@@ -15,6 +15,14 @@ import torch
 LOGITS_CHUNK = 512  # tokens whose logits are in memory at once
 
 
+@torch.no_grad()
+def scale_logits(norm: torch.nn.Module, head: torch.Tensor) -> None:
+    """Scales a new norm before a head (W, hidden size) so that logits are about 1 in size. With the target's head and a
+    norm that does not scale, a new draft would be confident and wrong for a hundred steps."""
+    factor = 1 / float(head.float().norm(dim=-1).median().clamp_min(1e-6))
+    norm.get_parameter("weight").add_(factor - 1)  # a weight is the factor, or the factor minus 1
+
+
 class TargetDistribution(NamedTuple):
     """The target's distribution over the draft's vocabulary: softmax(softcap(scale * state @ head.T))."""
 

@@ -16,12 +16,13 @@ from longdraft.drafters.mtp import KIND, MtpBlock, MtpDraft
 from longdraft.drafts import draft_models, mtp_formats
 from longdraft.drafts.assistant import AssistantDraft
 from longdraft.errors import CapabilityError, UnsupportedModelError
-from longdraft.model.model_parts import decoder_layers, norm_before_head
+from longdraft.model.model_parts import decoder_layers
 from longdraft.model.runner import TargetRunner
 from longdraft.model.tensor_parallel import full_tensor
 from longdraft.training.config import EVAL_DEPTH, MtpConfig
 from longdraft.training.eagle3 import Eagle3Trainer
 from longdraft.training.loop import Reports, TrainingLoop
+from longdraft.training.losses import scale_logits
 from longdraft.training.session import Progress, Stop, TrainingSession, never_stop, no_progress
 
 
@@ -40,9 +41,7 @@ def train_mtp(config: MtpConfig, progress: Progress = no_progress, stop: Stop = 
     Gemma 4."""
     init = None if config.init is None else MtpDraft.load(config.init)
     if isinstance(init, AssistantDraft):
-        raise CapabilityError(
-            f"{config.init} is an assistant of Gemma 4, which is not trained here."
-        )
+        raise CapabilityError(f"{config.init} is an assistant of Gemma 4, which is not trained here.")
     session = TrainingSession(config, levels=max(config.ttt, EVAL_DEPTH), progress=progress, stop=stop)
     runner = session.runner
     origin = draft_models.origin_of(runner.model)
@@ -53,14 +52,16 @@ def train_mtp(config: MtpConfig, progress: Progress = no_progress, stop: Stop = 
         init.check(runner)
     block = _new_block(runner, config.seed) if init is None else init.trainable_module(runner)
     trainer = MtpTrainer(block, runner.shared_parts, runner.shared_parts.rotary, None, config)
+    if init is None:
+        scale_logits(block.norm, trainer.target_head)
     # A layer of a checkpoint was trained for the target's context, whatever it is trained on now.
     draft_config = {"trained_length": config.max_length if init is None else init.trained_length}
     yield from TrainingLoop(session, trainer, (runner.num_layers - 1,), KIND, draft_config, levels=config.ttt).run()
 
 
 def _new_block(runner: TargetRunner, seed: int) -> MtpBlock:
-    """Makes a layer from the target's last decoder layer with full attention, and from its final norm. The projection
-    passes the target's state through. Raises UnsupportedModelError if no layer of the target fits."""
+    """Makes a layer from the target's last decoder layer with full attention. The projection passes the target's state
+    through. Raises UnsupportedModelError if no layer of the target fits."""
     model, parts = runner.model, runner.shared_parts
     for layer in reversed(decoder_layers(model)):
         state = {name: full_tensor(t).float().cpu() for name, t in layer.state_dict().items()}
@@ -71,15 +72,11 @@ def _new_block(runner: TargetRunner, seed: int) -> MtpBlock:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layer from which an MTP layer can begin: train eagle3 or longspec."
         )
-    size, target_norm = parts.hidden_size, norm_before_head(model)
-    assert target_norm is not None  # MtpBlock raised otherwise
-    norm_class: type[torch.nn.Module] = type(block.enorm)
+    size, norm_class = parts.hidden_size, type(block.norm)
     new_norm = norm_class(size, eps=parts.rms_norm_eps).state_dict()
     noise = torch.empty(size, size).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
-    weights = {f"layer.{name}": t for name, t in state.items()} | {
-        "eh_proj.weight": torch.cat([noise, torch.eye(size)], 1)
-    }
-    for name, norm in (("enorm", new_norm), ("hnorm", new_norm), ("norm", target_norm.state_dict())):
-        weights |= {f"{name}.{key}": t.detach().float().cpu().clone() for key, t in norm.items()}
+    weights = {f"layer.{name}": t for name, t in state.items()}
+    weights |= {f"{norm}.{name}": t.clone() for norm in ("enorm", "hnorm", "norm") for name, t in new_norm.items()}
+    weights["eh_proj.weight"] = torch.cat([noise, torch.eye(size)], 1)
     block.load_state_dict(weights, assign=True)
     return block

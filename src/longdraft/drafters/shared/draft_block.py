@@ -212,16 +212,21 @@ class DraftBlock(nn.Module):
         return self.head(self.norm(out))
 
     def initialize(self, seed: int = 0, std: float = 0.02) -> None:
-        """Draws normal weights. Sets norms to 1, biases and output projections to 0: layers start as the identity."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if "norm" in name:
-                    parameter.fill_(1.0)
-                elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
-                    parameter.zero_()
-                else:
-                    parameter.copy_(torch.empty(parameter.shape, **CPU_FLOAT32).normal_(0.0, std, generator=generator))
+        """Draws the weights of a new block; see :func:`initialize_weights`."""
+        initialize_weights(self, seed, std)
+
+
+def initialize_weights(module: nn.Module, seed: int = 0, std: float = 0.02) -> None:
+    """Draws normal weights. Sets norms to 1, biases and output projections to 0: layers start as the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif name.endswith(("bias", "o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            else:
+                parameter.copy_(torch.empty(parameter.shape, **CPU_FLOAT32).normal_(0.0, std, generator=generator))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
