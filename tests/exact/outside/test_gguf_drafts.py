@@ -81,6 +81,7 @@ SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "biases": ({"attention_bias": True}, {}, {}),
     "another width": ({"hidden_size": 32, "embedding": 11}, {"target_hidden_size": 48}, {}),
     "an embedding of its own": ({"embedding": 11}, {"embed_requires_grad": True}, {}),
+    "the target's head": ({"own_head": False}, {}, {}),
 }  # fmt: skip
 
 
