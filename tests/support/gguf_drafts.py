@@ -129,7 +129,8 @@ _ASSISTANT_NAMES = {
 }  # fmt: skip
 # Patterns in the names of today's converter -> those of the first files, whose architecture is gemma4_assistant.
 FIRST_NAMES = {
-    r"^nextn\.": "mtp.", r"^masked_embd_centroids": "mtp.centroids", r"^masked_embd_ordering": "mtp.token_ordering.weight",
+    r"^nextn\.": "mtp.", r"^masked_embd_centroids": "mtp.centroids",
+    r"^masked_embd_ordering": "mtp.token_ordering.weight",
 }  # fmt: skip
 
 

@@ -8,8 +8,8 @@
 
 The input at position t is the target's hidden states at t, which the target's forward writes to its KV store, and token
 t + 1. The output predicts token t + 2. Nodes of a tree have no hidden states of the target, so the draft's own o_t is
-used as g_{t+1}. The embedding is the target's; the head is the draft's, or else the target's. EAGLE-3.1 norms the hidden
-states before fc, and norms o_t before it becomes g_{t+1}.
+used as g_{t+1}. The embedding is the target's; the head is the draft's, or else the target's. EAGLE-3.1 norms the
+hidden states before fc, and norms o_t before it becomes g_{t+1}.
 
 A round writes keys and values of the new inputs to the draft's KV cache, which may be a window. Only the last input,
 whose token is the root, goes through the whole layer. Then the tree grows level by level.

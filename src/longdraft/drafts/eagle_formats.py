@@ -89,7 +89,7 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "vocab_size": config.get("draft_vocab_size") or sizes.get("vocab_size"),
         # Without the flag, vLLM's default: True for folders of `speculators`.
         "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
-        # As in llama.cpp, vLLM and sglang: Model-Optimizer leaves a head out that is the target's.
+        # NVIDIA's drafts for gpt-oss lack a head. vLLM, sglang and llama.cpp use the target's then.
         "own_head": HEAD in tensors or D2T in tensors,
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }

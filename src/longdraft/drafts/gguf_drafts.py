@@ -79,7 +79,8 @@ _ASSISTANT_LAYER_MODULES = _LAYER_MODULES | {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar",
 }  # fmt: skip
-_BARE_PARAMETERS = ("_codebook", "base_kernel", "layer_scalar", "token_ordering")  # ends of names that have no ``.weight`` in a folder
+# Ends of names that have no ``.weight`` in a folder.
+_BARE_PARAMETERS = ("_codebook", "base_kernel", "layer_scalar", "token_ordering")
 _MARKOV = ("markov_w1", "markov.w1")
 _VOCABULARY_TABLES = ("token_embd", *_MARKOV, "selector_predecessor")  # with a row for each token of the target
 

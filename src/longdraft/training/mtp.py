@@ -40,9 +40,7 @@ def train_mtp(config: MtpConfig, progress: Progress = no_progress, stop: Stop = 
     Gemma 4."""
     init = None if config.init is None else MtpDraft.load(config.init)
     if isinstance(init, AssistantDraft):
-        raise CapabilityError(
-            f"{config.init} is an assistant of Gemma 4, which is not trained here."
-        )
+        raise CapabilityError(f"{config.init} is an assistant of Gemma 4, which is not trained here.")
     session = TrainingSession(config, levels=max(config.ttt, EVAL_DEPTH), progress=progress, stop=stop)
     runner = session.runner
     origin = draft_models.origin_of(runner.model)

@@ -254,10 +254,12 @@ def test_an_mtp_layer_of_speculators_drafts_as_it_does_in_its_model(tmp_path):
 
 
 def headless(folder: Path, **made: Any) -> Path:
-    return edit(published_eagle3(folder, target(), **made), lambda t: {n: x for n, x in t.items() if "lm_head" not in n})
+    return edit(
+        published_eagle3(folder, target(), **made), lambda t: {n: x for n, x in t.items() if "lm_head" not in n}
+    )
 
 
-@pytest.mark.parametrize("config", [{}, {"draft_vocab_size": None}], ids=["Kimi K2.6", "gpt-oss"])
+@pytest.mark.parametrize("config", [{}, {"draft_vocab_size": None}], ids=["of all tokens", "no size named"])
 def test_eagle3_without_a_head_drafts_with_the_targets(config, tmp_path):
     """As vLLM, sglang and llama.cpp do. The draft with a copy of the target's head drafts the same."""
     model = target()
