@@ -185,6 +185,10 @@ ROWS = {
     "speculators width": from_speculators(
         hidden_size=32, embedding=11, layer=llama(hidden_size=32), config={"target_hidden_size": 48}
     ),
+    "speculators, the target's head": from_speculators(own_head=False),
+    "speculators, the target's head in kernels": from_speculators(
+        own_head=False, head_dim=16, layer=llama(head_dim=16)
+    ),
     "speculators window": from_speculators(
         8, layer=llama(sliding_window=8, layer_types=["sliding_attention"], use_sliding_window=True)
     ),
@@ -252,6 +256,7 @@ ROWS = {
     ),
     "peagle layers with retrieval": peagle({"decoder_layers": 3}, {"num_hidden_layers": 3}, options=COVERING),
     "peagle as eagle3": peagle(slots=8),
+    "peagle, the target's head": peagle({"own_head": False}),
     "peagle in a window": peagle(slots=8, window=9),
     "heads": Row(
         random_heads, lambda model, spec, folder: said.heads(model, weights_of(folder)), {"widths": (3, 3, 3)},

@@ -18,7 +18,7 @@ from longdraft.bench.run import BatchResult
 from tests.fuzz import damage
 from tests.support import drafts
 from tests.support.assistants import assistant, gemma4
-from tests.support.gguf_drafts import convert
+from tests.support.gguf_drafts import convert, convert_assistant
 from tests.support.gguf_files import write_gguf
 from tests.support.published import small_dflash, small_peagle, with_heads
 from tests.support.recurrent_models import recurrent_model
@@ -60,6 +60,10 @@ _gemma4 = cache(gemma4)
 @cache
 def _gemma4_plain() -> list[int]:
     return _text(Speculator("ar", target=_gemma4()))
+
+
+def _with_assistant(path: Path) -> list[int]:
+    return _text(Speculator(path, target=_gemma4()))
 
 
 def _text(spec: Speculator, cache: longdraft.PromptCache | None = None) -> list[int]:
@@ -214,6 +218,12 @@ FORMATS: dict[str, Format] = {
         {"out.jsonl": (damage.in_place(damage.damage_lines),), "out.jsonl.run": (_JSON, _BYTES)},
         _go_on,
     ),
-    "assistant": Format(assistant, _FOLDER, lambda path: _text(Speculator(path, target=_gemma4())), _gemma4_plain),
+    "assistant": Format(assistant, _FOLDER, _with_assistant, _gemma4_plain),
+    "assistant.gguf": Format(
+        lambda path: convert_assistant(assistant(path.with_suffix(".folder"), ordered=True)[0], path, clusters=True),
+        {"": _OF_GGUF},
+        _with_assistant,
+        _gemma4_plain,
+    ),
     "mtp": Format(lambda path: drafts.random_mtp(path, target()), _FOLDER, lambda path: _as_draft(path, "mtp"), plain),
 }

@@ -170,7 +170,8 @@ def eagle3(model: Any, draft: Any, window: int | None = None, seen: list[int] | 
             normed = rms(out[-1], w["norm.weight"])
             if next_token is not None:
                 tokens, g = [*tokens, next_token], torch.cat([g, (normed if shape.norm_output else out[-1])[None]])
-        return torch.log_softmax(normed @ w["lm_head.weight"].T, -1)
+        head = w.get("lm_head.weight", model.get_output_embeddings().weight)
+        return torch.log_softmax(normed @ head.T, -1)
 
     return logprobs
 
@@ -342,7 +343,8 @@ def peagle(
         g = (rms(joined, w["input_norm.weight"]) if norm_before_fc else joined) @ w["fc.weight"].T
         x = w["embed_tokens.weight"][torch.tensor(text[1:] + [MASK] * (slots - 1))]
         out = fused_layers(w, "layers.0.", x, g, 12, torch.arange(len(x)), slot_mask(len(x), slots - 1, window))
-        logits = rms(out[-slots:], w["norm.weight"]) @ w["lm_head.weight"].T
+        head = w.get("lm_head.weight", model.get_output_embeddings().weight)
+        logits = rms(out[-slots:], w["norm.weight"]) @ head.T
         return logits, logits
 
     return parallel_draft(rows_of)

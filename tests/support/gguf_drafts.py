@@ -118,6 +118,80 @@ def convert(
     return file
 
 
+_ASSISTANT_NAMES = {
+    r"^model\.": "", r"layers\.": "blk.", r"^(pre|post)_projection": r"nextn.\1_projection",
+    r"embed_tokens": "token_embd", r"^norm\.": "output_norm.", r"layer_scalar": "layer_output_scale.weight",
+    r"input_layernorm": "attn_norm", r"post_attention_layernorm": "post_attention_norm",
+    r"pre_feedforward_layernorm": "ffn_norm", r"post_feedforward_layernorm": "post_ffw_norm",
+    r"self_attn\.q_norm": "attn_q_norm", r"self_attn\.q_proj": "attn_q", r"self_attn\.o_proj": "attn_output",
+    r"mlp\.(\w+)_proj": r"ffn_\1", r"masked_embedding\.centroids": "masked_embd_centroids",
+    r"masked_embedding\.token_ordering": "masked_embd_ordering",
+}  # fmt: skip
+# Patterns in the names of today's converter -> those of the first files, whose architecture is gemma4_assistant.
+FIRST_NAMES = {
+    r"^nextn\.": "mtp.", r"^masked_embd_centroids": "mtp.centroids",
+    r"^masked_embd_ordering": "mtp.token_ordering.weight",
+}  # fmt: skip
+
+
+def convert_assistant(
+    folder: Path, file: Path, arch: str = "gemma4-assistant", kind: str = "F32", clusters: bool = False,
+    fields: Mapping[str, Any] = MappingProxyType({}), names: Mapping[str, str] = MappingProxyType({}),
+    drop: Sequence[str] = (),
+) -> Path:  # fmt: skip
+    """Writes the GGUF file of an assistant of Gemma 4. For the other arguments see :func:`convert`.
+
+    Args:
+        clusters: True: the file has the clusters of the head, which today's converter leaves out.
+        drop: fields and tensors that are left out.
+    """
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    text, rope = config["text_config"], config["text_config"]["rope_parameters"]
+    layers, types = text["num_hidden_layers"], text["layer_types"]
+    size = next(x["head_dim"] for x in text["per_layer_config"].values())
+    kv = [text["per_layer_config"].get(str(i), text)["num_key_value_heads"] for i in range(layers)]
+    own = {
+        "block_count": layers, "context_length": text["max_position_embeddings"],
+        "embedding_length": text["hidden_size"], "feed_forward_length": text["intermediate_size"],
+        "attention.head_count": text["num_attention_heads"], "attention.head_count_kv": kv,
+        "attention.layer_norm_rms_epsilon": text["rms_norm_eps"], "attention.sliding_window": text["sliding_window"],
+        "attention.sliding_window_pattern": [x == "sliding_attention" for x in types],
+        "attention.shared_kv_layers": layers, "embedding_length_per_layer_input": 0,
+        "attention.key_length": size, "attention.value_length": size, "attention.key_length_swa": text["head_dim"],
+        "attention.value_length_swa": text["head_dim"], "rope.dimension_count": size,
+        "rope.dimension_count_swa": text["head_dim"], "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+        "embedding_length_out": config["backbone_hidden_size"], "nextn_predict_layers": layers,
+    }  # fmt: skip
+    if clusters:
+        own |= {"use_ordered_embeddings": True, "n_centroids": config["num_centroids"]}
+        own |= {"centroid_top_k": config["centroid_intermediate_top_k"]}
+    tokens = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": [f"t{i}" for i in range(text["vocab_size"])]}
+    writer = gguf.GGUFWriter(file, arch)
+    for name, value in ({f"{arch}.{name}": x for name, x in (own | dict(fields)).items()} | tokens).items():
+        if name.removeprefix(f"{arch}.") not in drop:
+            add_field(writer, name, value)
+    turning = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turning + [1e30] * (size // 2 - turning), dtype=np.float32))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        theirs = name
+        for pattern, other in (_ASSISTANT_NAMES | dict(names)).items():
+            theirs = re.sub(pattern, other, theirs)
+        if theirs in drop or (name.startswith("masked_embedding.") and not clusters):
+            continue
+        if not tensor.is_floating_point():
+            writer.add_tensor(theirs, tensor.int().numpy())
+        else:
+            _add_tensor(writer, theirs, tensor.float(), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
 def _add_tensor(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> None:
     import gguf
 

@@ -148,6 +148,9 @@ def test_what_cannot_be_trained_further(eagle3, theirs, tmp_path):
     refused("pytorch_model.bin", short, target=str(tmp_path / "not read"))
     refused(r"\(96, 48\) where config.json asks for \(97, 48\)", theirs("wrong", intermediate_size=97))
     refused(r"vocab_size 62 \(this target: 61\)", theirs("other", vocab_size=62))
+    path = (headless := theirs("headless", draft_vocab_size=61)) / "pytorch_model.bin"
+    torch.save({n: x for n, x in torch.load(path).items() if n not in ("lm_head.weight", "d2t", "t2d")}, path)
+    refused("no head", headless)
     refused("must increase", theirs("deep", eagle_config=None))
     refused("in tokens: set both", theirs("unsaid", max_position_embeddings=None), rope_factor=4.0)
     refused("feature_layers", theirs("others"), feature_layers=(0, 2))

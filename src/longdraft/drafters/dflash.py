@@ -37,7 +37,6 @@ from longdraft.drafts.formats import check_mask_token
 from longdraft.engine.sequence import Sequence
 from longdraft.errors import CapabilityError, CheckpointError
 from longdraft.model.runner import TargetRunner
-from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.trees.level import TreeLevel, topk_logprobs
 
 # Sizes and settings that drafts have elsewhere, with which longdraft does not train them.
@@ -235,12 +234,6 @@ class DFlashDraft(Eagle3Draft):
         super().check(runner)
         if not self.shape.own_mask:
             check_mask_token(self.shape, runner.shared_parts.head.shape[0], self.folder)
-
-    def load_module(self, runner: TargetRunner) -> DFlashBlock:
-        block: DFlashBlock = super().load_module(runner)
-        if not self.shape.own_head:
-            block.borrow_head(parallel_linear(self.head(runner)[0]))
-        return block
 
     @property
     def is_multi_layer(self) -> bool:

@@ -8,8 +8,8 @@
 
 The input at position t is the target's hidden states at t, which the target's forward writes to its KV store, and token
 t + 1. The output predicts token t + 2. Nodes of a tree have no hidden states of the target, so the draft's own o_t is
-used as g_{t+1}. The embedding is the target's, the head is the draft's. EAGLE-3.1 norms the hidden states before fc,
-and norms o_t before it becomes g_{t+1}.
+used as g_{t+1}. The embedding is the target's; the head is the draft's, or else the target's. EAGLE-3.1 norms the
+hidden states before fc, and norms o_t before it becomes g_{t+1}.
 
 A round writes keys and values of the new inputs to the draft's KV cache, which may be a window. Only the last input,
 whose token is the root, goes through the whole layer. Then the tree grows level by level.
@@ -36,6 +36,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.rope import apply_rotary
 from longdraft.model.runner import TargetRunner
+from longdraft.model.tensor_parallel import parallel_linear
 from longdraft.options import Options, option, parse
 from longdraft.trees.options import TreeOptions
 from longdraft.views.draft_cache import DraftCache, RepositionedKVCache
@@ -63,7 +64,8 @@ class Eagle3Block(DraftBlock):
         if self.later_layers:
             self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(self.later_layers, 1)})
         self.norm = nn.RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, shape.vocabulary, bias=False)
+        if shape.own_head:
+            self.lm_head = nn.Linear(hidden, shape.vocabulary, bias=False)
         self.has_fused_kernel = not shape.qk_norm and not shape.output_bias and not self.later_layers
 
     @property
@@ -97,7 +99,7 @@ class Eagle3Block(DraftBlock):
         return n, normed if self.shape.norm_before_residual else g
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.norm(out))
+        logits: torch.Tensor = (self.lm_head if self.shape.own_head else self.head)(self.norm(out))
         return logits
 
 
@@ -119,8 +121,11 @@ class Eagle3Draft(FeatureDraft[BoundDraft]):
         return self.decoder_layers > 1
 
     def make(self, runner: TargetRunner) -> BoundDraft:
-        rotary = self.rotary(runner.kv_shape.dtype, runner.device)
-        return BoundDraft(runner, self.load_module(runner), rotary, self.draft_to_target_ids)
+        rotary, block, head = self.rotary(runner.kv_shape.dtype, runner.device), self.load_module(runner), None
+        if not self.shape.own_head:
+            head, _ = self.head(runner)
+            block.borrow_head(parallel_linear(head))
+        return BoundDraft(runner, block, rotary, self.draft_to_target_ids, head)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from longdraft.attention.sdpa import attend_sequence
 from longdraft.drafts import draft_folder
 from longdraft.drafts.draft import Draft
 from longdraft.errors import CapabilityError, CheckpointError
+from longdraft.folders import is_gguf
 from longdraft.memory.store import KVStore
 from longdraft.memory.windows import WindowKVCache
 from longdraft.model import hosting
@@ -29,6 +30,7 @@ from longdraft.model.load.checkpoints import check_folder, checkpoint_errors, qu
 from longdraft.model.model_parts import decoder_config
 from longdraft.model.runner import TargetRunner
 
+_TIED_HEAD = "lm_head.weight"  # the embedding
 # Keys and values (1, KV heads, n, head size) by layer type.
 SharedKV = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -87,19 +89,36 @@ def _attend(
 
 
 class AssistantDraft(Draft[BoundAssistant]):
-    """Gemma 4's assistant in a folder that transformers reads. Raises CheckpointError if it cannot be read."""
+    """Gemma 4's assistant in a folder that transformers reads, or in a GGUF file.
+    Raises CheckpointError if it cannot be read."""
 
     kind = "mtp"
 
     def __init__(self, folder: Path | str) -> None:
         super().__init__(folder)
+        tensors: dict[str, torch.Tensor] | None = None  # of a GGUF file
         with checkpoint_errors(folder, f"The assistant in {folder} cannot be read"), quiet():
-            check_folder(Path(folder))
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if is_gguf(folder):
+                contents = draft_folder.load(folder, self.kind)
+                config, tensors = AutoConfig.for_model(**contents.config), contents.tensors
+            else:
+                check_folder(Path(folder))
+                config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            clusters, best = config.num_centroids, config.centroid_intermediate_top_k
+            vocab_size = config.get_text_config().vocab_size
+            if config.use_ordered_embeddings and not (0 < best <= clusters and vocab_size % clusters == 0):
+                raise CheckpointError(
+                    f"{folder} has centroid_intermediate_top_k {best} of num_centroids {clusters}, for {vocab_size} "
+                    "tokens: copy the assistant again."
+                )
             with torch.device("meta"):
                 self._empty_model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if tensors is not None:
+            shapes = {name: t.shape for name, t in self._empty_model.state_dict().items() if name != _TIED_HEAD}
+            draft_folder.check_tensors(tensors, shapes, folder, "Gemma 4 assistant")
+        self._tensors = tensors
         self.required_target = {
-            "hidden_size": config.backbone_hidden_size, "vocab_size": config.get_text_config().vocab_size,
+            "hidden_size": config.backbone_hidden_size, "vocab_size": vocab_size,
         }  # fmt: skip
 
     @property
@@ -124,7 +143,13 @@ class AssistantDraft(Draft[BoundAssistant]):
                 )
 
     def make(self, runner: TargetRunner) -> BoundAssistant:
-        model = read_checkpoint(str(self.folder), runner.kv_shape.dtype, with_tokenizer=False).model
+        dtype = runner.kv_shape.dtype
+        if self._tensors is None:
+            model: Any = read_checkpoint(str(self.folder), dtype, with_tokenizer=False).model
+        else:
+            empty = self._empty_model
+            with quiet():
+                model = type(empty).from_pretrained(None, config=empty.config, state_dict=self._tensors, dtype=dtype)
         hosting.set_attention(model)
         model = model.to(runner.device).eval().requires_grad_(False)
         return BoundAssistant(runner, model, self._locations(runner))

@@ -15,6 +15,7 @@ from longdraft.drafts.draft_folder import D2T
 from longdraft.drafts.formats import (
     EMBEDDING,
     FORMATS,
+    HEAD,
     LEFTOVER_TENSORS,
     MODEL_TYPE,
     DraftFormat,
@@ -24,7 +25,7 @@ from longdraft.drafts.formats import (
 from longdraft.errors import CheckpointError
 
 KIND = "dflash"
-HEAD, MASK = "lm_head.weight", "mask_embedding"
+MASK = "mask_embedding"
 _SLIDING = "sliding_attention"
 _UNSUPPORTED_SETTINGS = ("attention_sink_bias", "attention_value_scale", "add_swa_attention_sink_bias")
 

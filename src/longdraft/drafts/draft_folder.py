@@ -100,8 +100,8 @@ def write(folder: Path | str, config: Mapping[str, Any], tensors: Mapping[str, t
 
 
 def is_draft_folder(path: Path | str) -> bool:
-    """True if ``path`` is a folder with a config.json."""
-    return (Path(path) / CONFIG).is_file()
+    """True if ``path`` is a folder with a config.json, or a draft in a GGUF file."""
+    return (Path(path) / CONFIG).is_file() or (is_gguf(path) and gguf_drafts.is_draft(Path(path)))
 
 
 def detect_kind(folder: Path | str) -> str:

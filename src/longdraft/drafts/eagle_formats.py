@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longdraft.drafts.formats import EMBEDDING, FORMATS, MODEL_TYPE, DraftFormat, PublishedDraft, read_mask_token
+from longdraft.drafts.draft_folder import D2T
+from longdraft.drafts.formats import EMBEDDING, FORMATS, HEAD, MODEL_TYPE, DraftFormat, PublishedDraft, read_mask_token
 from longdraft.errors import CheckpointError
 
 KIND = "eagle3"
@@ -53,6 +54,7 @@ class Eagle3Shape:
     norm_output: bool = False  # the next step's g is the normed output instead of the output (EAGLE-3.1)
     embedding: int | None = None  # number of rows of the draft's own embedding; None: it uses the target's
     decoder_layers: int = 1  # number of layers; all but the first are plain decoder layers
+    own_head: bool = True  # False: the draft uses the target's head
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def _parse(published: PublishedDraft) -> tuple[dict[str, Any], dict[str, Any]]:
         "vocab_size": config.get("draft_vocab_size") or sizes.get("vocab_size"),
         # Without the flag, vLLM's default: True for folders of `speculators`.
         "norm_before_residual": bool(config.get("norm_before_residual", config.get(MODEL_TYPE) == KIND)),
+        # NVIDIA's drafts for gpt-oss lack a head. vLLM, sglang and llama.cpp use the target's then.
+        "own_head": HEAD in tensors or D2T in tensors,
         "decoder_layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}) + 1,
     }
     if published.kind == PEAGLE:

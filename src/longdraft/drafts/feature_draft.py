@@ -102,6 +102,11 @@ class FeatureDraft(TrainedDraft[BoundT]):
                 f"The draft in {self.folder} reads hidden states of {shape.feature_size} numbers; {len(layers)} layers "
                 f"of this target give {len(layers) * hidden_size}. Load the target it was trained with."
             )
+        if not shape.own_head and shape.hidden_size != hidden_size:
+            raise CheckpointError(
+                f"The draft in {self.folder} has no head (lm_head.weight), and with its hidden size "
+                f"{shape.hidden_size} it cannot use this target's, of {hidden_size}: copy the draft again."
+            )
         vocab_size = runner.shared_parts.head.shape[0]
         if self.draft_to_target_ids is None and shape.vocabulary != vocab_size:
             raise CheckpointError(

@@ -20,7 +20,7 @@ from longdraft.drafts.draft_folder import D2T, VLLM_MASK_TOKENS, DraftFolder, lo
 from longdraft.errors import CheckpointError
 from longdraft.model.rope import make_rope_parameters
 
-T2D, EMBEDDING, MODEL_TYPE = "t2d", "embed_tokens.weight", "speculators_model_type"
+T2D, EMBEDDING, HEAD, MODEL_TYPE = "t2d", "embed_tokens.weight", "lm_head.weight", "speculators_model_type"
 # RoPE base of folders that state none.
 DEFAULT_ROPE_THETA = 10000.0
 # Copies of the target's tensors that training saved, and RoPE frequencies, which old versions of transformers saved.

@@ -2,6 +2,7 @@
 
     eagle3          EAGLE-3 and 3.1, with the rows of q and k in llama.cpp's order
     dflash, dspark  DFlash, DFlash 2 and DSpark, usually without an embedding and a head
+    gemma4-assistant, gemma4_assistant  Gemma 4's assistants; the second is the name in the first files
 
 ``target_layers`` (``extract_layers`` in the first files of EAGLE-3) names layers of the target whose inputs the draft
 reads. Quantised matrices become floats.
@@ -20,24 +21,26 @@ import numpy as np
 import torch
 
 from longdraft.errors import CheckpointError
-from longdraft.model.gguf.architectures import DRAFT_ARCHITECTURES
+from longdraft.model.gguf.architectures import ARCHITECTURES, DRAFT_ARCHITECTURES, build_config
 from longdraft.model.gguf.header import ROPE_FREQS, GGUFHeader, GGUFTensor, read_architecture, require_package
 from longdraft.model.gguf.rope import rope_scaling
 from longdraft.model.gguf.tensor_mapping import read_tensor, unpermuted_rows
 from longdraft.model.load.checkpoints import check_gguf, checkpoint_errors
 from longdraft.native.quantized_matrix import HALF_DTYPES, QuantizedMatrix
 
-_EAGLE3, _DFLASH = "eagle3", ("dflash", "dspark")
+_EAGLE3, _DFLASH, _ASSISTANTS = "eagle3", ("dflash", "dspark"), ("gemma4-assistant", "gemma4_assistant")
 _REMEDY = (
     "Convert the draft again with today's convert_hf_to_gguf.py of llama.cpp (--target-model-dir TARGET), or name the "
     "draft's Hugging Face folder."
 )
 _ARCHITECTURE_NAMES = {_EAGLE3: "LlamaForCausalLMEagle3"} | dict.fromkeys(_DFLASH, "DFlashDraftModel")
+_ARCHITECTURE_NAMES |= dict.fromkeys(_ASSISTANTS, "Gemma4AssistantForCausalLM")
 # Field of the file, without the prefix ``<architecture>.`` -> entry of config.json.
 _SIZES = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
+_ASSISTANT_SIZES = ("attention.key_length", "attention.key_length_swa", "attention.sliding_window")
 _OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads", "context_length": "max_position_embeddings",
     "hidden_activation": "hidden_act", "target_hidden_size": "target_hidden_size", "block_size": "block_size",
@@ -66,7 +69,18 @@ _LAYER_MODULES = {
     "attn_conv_base": "attention_conv.base_kernel", "attn_conv_proj": "attention_conv.kernel_projection",
     "ffn_conv_base": "mlp_conv.base_kernel", "ffn_conv_proj": "mlp_conv.kernel_projection",
 }  # fmt: skip
-_BARE_PARAMETERS = ("_codebook", "base_kernel")  # ends of names that have no ``.weight`` in a folder
+_ASSISTANT_MODULES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm",
+    **{f"{name}.{x}_projection": f"{x}_projection" for name in ("nextn", "mtp") for x in ("pre", "post")},
+    **dict.fromkeys(("masked_embd_centroids", "mtp.centroids"), "masked_embedding.centroids"),
+    **dict.fromkeys(("masked_embd_ordering", "mtp.token_ordering"), "masked_embedding.token_ordering"),
+}  # fmt: skip
+_ASSISTANT_LAYER_MODULES = _LAYER_MODULES | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar",
+}  # fmt: skip
+# Ends of names that have no ``.weight`` in a folder.
+_BARE_PARAMETERS = ("_codebook", "base_kernel", "layer_scalar", "token_ordering")
 _MARKOV = ("markov_w1", "markov.w1")
 _VOCABULARY_TABLES = ("token_embd", *_MARKOV, "selector_predecessor")  # with a row for each token of the target
 
@@ -80,8 +94,7 @@ def is_draft(path: Path) -> bool:
     with checkpoint_errors(path, f"{path} cannot be read as a GGUF file", "Fetch it again."):
         architecture = read_architecture(path)
     if architecture in DRAFT_ARCHITECTURES and architecture not in _ARCHITECTURE_NAMES:
-        advice = "Name the assistant's Hugging Face folder." if "gemma" in architecture else _REMEDY
-        raise CheckpointError(f"{path} holds a draft of the architecture {architecture}, which is not read. {advice}")
+        raise CheckpointError(f"{path} holds a draft of the architecture {architecture}, which is not read. {_REMEDY}")
     return architecture in _ARCHITECTURE_NAMES
 
 
@@ -101,11 +114,12 @@ def read_config(path: Path) -> dict[str, Any]:
         CapabilityError: RoPE is scaled in a way that is not read from GGUF files.
     """
     with _open(path) as header:
-        prefix = f"{header.architecture}."
-        for key in (prefix + name for name in _SIZES):
-            if not isinstance(size := _require(header, key), int | float) or size <= 0:
-                raise CheckpointError(f"{path} has {key} {size}, which is no size of a draft. {_REMEDY}")
+        prefix, is_assistant = f"{header.architecture}.", header.architecture in _ASSISTANTS
+        for name in (*_SIZES, *(_ASSISTANT_SIZES if is_assistant else ())):
+            _require_size(header, prefix + name)
         header.check()
+        if is_assistant:
+            return _assistant_config(header)
         config = _entries(header, _SIZES | _OPTIONAL)
         config |= {"architectures": [_ARCHITECTURE_NAMES[header.architecture]], "head_dim": header.head_dim}
         config |= {"rope_parameters": _rope_parameters(header), "vocab_size": _vocab_size(header)}
@@ -137,6 +151,13 @@ def _require(header: GGUFHeader, *names: str) -> Any:
         if (value := header.field(name)) is not None:
             return value
     raise CheckpointError(f"{header.path} lacks {names[0]}, which llama.cpp's drafts have. {_REMEDY}")
+
+
+def _require_size(header: GGUFHeader, *names: str) -> Any:
+    """Returns a field as :func:`_require`. Raises CheckpointError if it is no positive number, too."""
+    if not isinstance(size := _require(header, *names), int | float) or size <= 0:
+        raise CheckpointError(f"{header.path} has {names[0]} {size}, which is no size of a draft. {_REMEDY}")
+    return size
 
 
 def _entries(header: GGUFHeader, names: Mapping[str, str]) -> dict[str, Any]:
@@ -195,18 +216,42 @@ def _dflash_config(header: GGUFHeader) -> dict[str, Any]:
     return config
 
 
+def _assistant_config(header: GGUFHeader) -> dict[str, Any]:
+    """Returns the config.json of an assistant of Gemma 4, whose sizes have been checked."""
+    prefix, num_layers = f"{header.architecture}.", int(header("block_count"))
+    for name, least in (("attention.head_count_kv", 1), ("attention.sliding_window_pattern", 0)):
+        value = _require(header, prefix + name)
+        header.fields[prefix + name] = values = value if isinstance(value, list) else [value] * num_layers
+        if len(values) != num_layers or not all(isinstance(x, int) and x >= least for x in values):
+            raise CheckpointError(f"{header.path} has {prefix}{name} {value} for {num_layers} layers. {_REMEDY}")
+    header.fields.pop(f"{prefix}nextn_predict_layers", None)  # the number of all layers
+    text = build_config(header, ARCHITECTURES["gemma4"]).to_dict() | _entries(header, _SIZES)
+    text |= {"vocab_size": _vocab_size(header), "num_kv_shared_layers": num_layers}
+    text |= {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0}
+    target_size = _require_size(header, f"{prefix}embedding_length_out", f"{prefix}n_embd_backbone")
+    config = {"model_type": "gemma4_assistant", "text_config": text, "backbone_hidden_size": target_size}
+    # Today's converter leaves out the clusters of the head. The head then computes all logits, as in llama.cpp.
+    names = {_folder_name(name, header.architecture): name for name in header.tensors}
+    if (centroids := names.get("masked_embedding.centroids.weight")) is not None:
+        config |= {"use_ordered_embeddings": True, "num_centroids": header.tensors[centroids].shape[-1]}
+        config["centroid_intermediate_top_k"] = _require_size(header, f"{prefix}centroid_top_k")
+    return config
+
+
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Reads the tensors of a draft (:func:`is_draft`) by the names of its authors' folder, on the CPU.
     Raises CheckpointError if the file is damaged."""
     with _open(path) as header:
-        q_heads = int(_require(header, f"{header.architecture}.attention.head_count"))
-        heads = {"attn_q": q_heads, "attn_k": int(header("attention.head_count_kv", q_heads))}
+        heads: dict[str, int] = {}  # of tensors whose rows are in llama.cpp's order
+        if header.architecture == _EAGLE3:
+            q_heads = int(_require(header, f"{_EAGLE3}.attention.head_count"))
+            heads = {"attn_q": q_heads, "attn_k": int(header("attention.head_count_kv", q_heads))}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in header.tensors.items():
             if name == ROPE_FREQS:
                 continue
             weight = _read_floats(tensor)
-            part = name.split(".")[2] if header.architecture == _EAGLE3 and name.startswith("blk.") else ""
+            part = name.split(".")[2] if name.startswith("blk.") else ""
             num_heads, num_rows = heads.get(part, 0), len(weight)
             if num_heads and num_rows == num_heads * header.head_dim:  # check_tensors refuses other sizes
                 weight = weight[unpermuted_rows(num_rows, num_heads)]
@@ -237,7 +282,11 @@ def _folder_name(name: str, architecture: str) -> str:
     """Returns a tensor's name in the folder of the draft's authors; the same name if the tensor is unknown."""
     module, _, leaf = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
     layer = re.match(r"blk\.(\d+)\.(.+)", module)
-    if layer is not None:
+    if architecture in _ASSISTANTS and layer is not None:
+        module = f"model.layers.{layer[1]}.{_ASSISTANT_LAYER_MODULES.get(layer[2], layer[2])}"
+    elif architecture in _ASSISTANTS:
+        module = _ASSISTANT_MODULES.get(module, module)
+    elif layer is not None:
         part = "attn_norm_2" if layer[2] == "hidden_norm" else layer[2]  # the first files of EAGLE-3
         module = f"layers.{layer[1]}.{_LAYER_MODULES[part]}" if part in _LAYER_MODULES else module
     elif module == "enc.output_norm":

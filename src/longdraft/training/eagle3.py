@@ -333,8 +333,10 @@ def _new_block(
 def _init_feature_layers(config: Eagle3Config, init: Eagle3Draft, runner: TargetRunner) -> tuple[int, ...]:
     """Returns the target layers that ``init`` reads. Raises CheckpointError or ConfigError if it cannot be trained."""
     init.check(runner)
-    if init.shape.embedding is not None or init.shape.decoder_layers > 1:
-        raise ConfigError(f"{init.folder} has its own embedding or several layers: such drafts cannot be trained.")
+    if init.shape.embedding is not None or init.shape.decoder_layers > 1 or not init.shape.own_head:
+        raise ConfigError(
+            f"{init.folder} has its own embedding, several layers or no head: such drafts cannot be trained."
+        )
     layers = init.feature_layers(runner)
     if config.feature_layers and config.feature_layers != layers:
         raise ConfigError(f"feature_layers {config.feature_layers}: the draft in init reads {layers}; leave it out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +251,36 @@ def test_an_mtp_layer_of_speculators_drafts_as_it_does_in_its_model(tmp_path):
     )
     assert (inside.token_ids, inside.accepted) == (outside.token_ids, outside.accepted)
     assert outside.drafted > outside.accepted and kind_of(out).name == "mtp"
+
+
+def headless(folder: Path, **made: Any) -> Path:
+    return edit(
+        published_eagle3(folder, target(), **made), lambda t: {n: x for n, x in t.items() if "lm_head" not in n}
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"draft_vocab_size": None}], ids=["of all tokens", "no size named"])
+def test_eagle3_without_a_head_drafts_with_the_targets(config, tmp_path):
+    """As vLLM, sglang and llama.cpp do. The draft with a copy of the target's head drafts the same."""
+    model = target()
+    folder = headless(tmp_path / "draft", **config)
+    copied = edit(
+        headless(tmp_path / "copied"), lambda t: t | {"lm_head.weight": model.get_output_embeddings().weight.detach()}
+    )
+    found = outcome(folder, model)
+    assert found == outcome(copied, model)
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24)
+    assert [x[0] for x in found] == [r.token_ids for r in plain]
+    assert 0 < sum(x[2] for x in found) < sum(x[3] for x in found)
+
+
+def test_a_head_that_cannot_be_the_targets_is_missed_by_name(tmp_path):
+    kept = headless(tmp_path / "kept", kept=[1, 2, 5, 7, 9])
+    layer = published.eagle3_layer(hidden_size=32)
+    narrow = published.eagle3(
+        tmp_path / "narrow", target(), layer, config={"target_hidden_size": 48}, hidden_size=32, embedding=11,
+        own_head=False,
+    )  # fmt: skip
+    for folder in (kept, narrow):
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+            Speculator(folder, target=target())

@@ -11,8 +11,9 @@ from longdraft import Speculator, load
 from longdraft.errors import CheckpointError
 from longdraft.registry import kind_of
 from tests.support import published
+from tests.support.assistants import assistant, gemma4
 from tests.support.drafts import published_eagle3, random_eagle3_block
-from tests.support.gguf_drafts import convert
+from tests.support.gguf_drafts import FIRST_NAMES, convert, convert_assistant
 from tests.support.gguf_files import write_gguf
 from tests.support.published import LAYER
 from tests.support.tiny import tiny_model
@@ -80,6 +81,7 @@ SPECULATORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "biases": ({"attention_bias": True}, {}, {}),
     "another width": ({"hidden_size": 32, "embedding": 11}, {"target_hidden_size": 48}, {}),
     "an embedding of its own": ({"embedding": 11}, {"embed_requires_grad": True}, {}),
+    "the target's head": ({"own_head": False}, {}, {}),
 }  # fmt: skip
 
 
@@ -189,7 +191,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "an activation": ("dflash", {"fields": {"hidden_activation": "gelu"}}, "gelu"),
     "sinks": ("dflash", {"names": {r"blk\.0\.attn_norm": "blk.0.attn_sinks"}}, "attention_sink_bias"),
     "an early converter": ("dflash", {"arch": "dflash-draft"}, "dflash-draft.*convert_hf_to_gguf"),
-    "Gemma's assistant": ("dflash", {"arch": "gemma4-assistant"}, "gemma4-assistant"),
+    "another assistant": ("dflash", {"arch": "gemma4_mtp"}, "gemma4_mtp.*convert_hf_to_gguf"),
 }  # fmt: skip
 
 
@@ -223,3 +225,79 @@ def test_a_draft_is_no_model_and_no_other_draft(tmp_path, folders):
     file.write_bytes(file.read_bytes()[:3000])
     with pytest.raises(CheckpointError, match=r"a\.gguf"):
         Speculator(file, target=target())
+
+
+# Name -> how the assistant and its file were made.
+FIRST = {
+    "arch": "gemma4_assistant", "names": FIRST_NAMES, "drop": ["embedding_length_out", "nextn_predict_layers"],
+    "fields": {"n_embd_backbone": 64},
+}  # fmt: skip
+ASSISTANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "today": ({}, {}),
+    "clusters": ({"ordered": True}, {"clusters": True}),
+    "unified": ({"model_type": "gemma4_unified_assistant"}, {}),
+    "the first files": ({"ordered": True}, {"clusters": True, **FIRST}),
+}
+
+
+def assistant_outcome(draft, model) -> list[tuple[Any, ...]]:
+    spec = Speculator(draft, target=model, plan="fixed", depth=3, top_k=3, nodes=12)
+    found = spec.generate(PROMPTS, max_new_tokens=24, eos_token_ids=[])
+    return [(r.token_ids, r.rounds, r.accepted, r.drafted) for r in found]
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_an_assistant_of_gemma4_drafts_as_its_folder(name, tmp_path):
+    sizes, made = ASSISTANTS[name]
+    model, (folder, _) = gemma4(), assistant(tmp_path / "draft", **sizes)
+    file = convert_assistant(folder, tmp_path / "a.gguf", **made)
+    assert kind_of(file).name == "mtp"
+    assert repr(kind_of(file).load(file)) == repr(kind_of(folder).load(folder)).replace(str(folder), str(file))
+    found = assistant_outcome(file, model)
+    assert found == assistant_outcome(folder, model)
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24, eos_token_ids=[])
+    assert [x[0] for x in found] == [r.token_ids for r in plain]
+    assert 0 < sum(x[2] for x in found) < sum(x[3] for x in found)
+
+
+def test_without_the_clusters_of_its_head_an_assistant_computes_all_logits(tmp_path):
+    """What today's converter writes of an assistant of E2B or E4B."""
+    model, (folder, _) = gemma4(), assistant(tmp_path / "draft", ordered=True)
+    found = assistant_outcome(convert_assistant(folder, tmp_path / "a.gguf"), model)
+    plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=24, eos_token_ids=[])
+    assert [x[0] for x in found] == [r.token_ids for r in plain]
+    assert 0 < sum(x[2] for x in found) < sum(x[3] for x in found)
+
+
+# What is wrong with an assistant's file -> how it was made, and what the error names.
+WRONG_ASSISTANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no target's size": ({"drop": ["embedding_length_out"]}, r"gemma4-assistant\.embedding_length_out"),
+    "another target's size": ({"fields": {"embedding_length_out": 48}}, r"post_projection\.weight.*metadata"),
+    "no such size": ({"fields": {"embedding_length_out": 0}}, r"gemma4-assistant\.embedding_length_out 0"),
+    "no head size": ({"drop": ["attention.key_length"]}, r"attention\.key_length"),
+    "another head size": ({"fields": {"attention.key_length_swa": 32}}, r"q_proj\.weight.*metadata"),
+    "no window": ({"drop": ["attention.sliding_window"]}, r"attention\.sliding_window"),
+    "no pattern": ({"drop": ["attention.sliding_window_pattern"]}, r"attention\.sliding_window_pattern"),
+    "a short pattern": ({"fields": {"attention.sliding_window_pattern": [True]}}, r"attention\.sliding_window_pattern"),
+    "no KV heads": ({"fields": {"attention.head_count_kv": [2, 0, 2, 1]}}, r"attention\.head_count_kv"),
+    "no layer count": ({"drop": ["block_count"]}, r"gemma4-assistant\.block_count"),
+    "no clusters to read": ({"clusters": True, "drop": ["centroid_top_k"]}, r"gemma4-assistant\.centroid_top_k"),
+    "more clusters": ({"clusters": True, "fields": {"centroid_top_k": 9}}, "centroid_intermediate_top_k 9"),
+    "no order": ({"clusters": True, "drop": ["masked_embd_ordering"]}, r"masked_embedding\.token_ordering"),
+    "no projection": ({"drop": ["nextn.pre_projection.weight"]}, r"pre_projection\.weight"),
+    "another tensor": ({"names": {"attn_q_norm": "attn_k_norm"}}, r"attn_k_norm|k_norm"),
+    "no embedding": ({"drop": ["token_embd.weight"]}, r"embed_tokens"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ordered_assistant(tmp_path_factory):
+    return assistant(tmp_path_factory.mktemp("assistant") / "draft", ordered=True)[0]
+
+
+@pytest.mark.parametrize("name", WRONG_ASSISTANTS)
+def test_metadata_of_an_assistant_that_are_wrong_are_named(name, tmp_path, ordered_assistant):
+    made, message = WRONG_ASSISTANTS[name]
+    file = convert_assistant(ordered_assistant, tmp_path / "a.gguf", **made)
+    with pytest.raises(CheckpointError, match=f"(?s)a.gguf.*{message}"):
+        Speculator(file, target=gemma4())

@@ -253,9 +253,9 @@ ARCHITECTURES = {
     "seed_oss": Arch("seed_oss", {}, _seed_oss_config),
     "granite": Arch("granite", _GRANITE_MAP, permuted_qk=True),
 }
-# Architectures of drafts, which are no models; ``drafts/gguf_drafts.py`` reads the first three.
+# Architectures of drafts, which are no models; ``drafts/gguf_drafts.py`` reads the first five.
 DRAFT_ARCHITECTURES = (
-    "eagle3", "dflash", "dspark", "dflash-draft", "gemma4-assistant", "gemma4_assistant", "gemma4_mtp",
+    "eagle3", "dflash", "dspark", "gemma4-assistant", "gemma4_assistant", "dflash-draft", "gemma4_mtp",
 )  # fmt: skip
 # Models whose files name the architecture "llama" too; :func:`find_arch` tells them apart.
 _MISTRAL = Arch("mistral", {}, lambda header: {"sliding_window": header("attention.sliding_window")}, permuted_qk=True)
