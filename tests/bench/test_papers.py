@@ -55,7 +55,7 @@ def test_figures_are_the_papers(paper, table, key, figure):
 def test_small_scale_shrinks_lengths_and_budgets():
     scaled = ScaledTable(get_table(PAPERS["specpv"], "table 4"), is_small=True)
     line, column = scaled.table.lines[0], scaled.table.columns[0]
-    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "reduction": "mean"}
+    assert scaled.options(line, column) == {"drafter": "eagle3", "budget": 256, "reduction": "mean", "reread": False}
     assert (
         scaled.prompt_tokens(column) == 2048 and ScaledTable(scaled.table, is_small=False).prompt_tokens(column) is None
     )

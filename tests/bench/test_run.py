@@ -200,7 +200,7 @@ def test_rows_say_how_much_a_draft_sees(loaded):
     found = rows(loaded, settings(methods=names, contender_options=own, cold=False), samples=SAMPLES[:1])
     assert [row["method"] for row in found] == ["ar", *names]
     assert [row["mismatches"] for row in found] == [0, 0, 0, None, None, 0]  # specpv is approximate
-    partial, own_view = "1,184 = 32 + 64 x 16 + 128", "2,048 = 16 + 250 x 8 + 32"
+    partial, own_view = "1,184 = 32 + 64 to 256 x 16 + 128", "2,048 = 16 + 250 x 8 + 32"
     assert [row["view"] for row in found] == [
         None, own_view, "64 = 16 + 2 x 8 + 32", f"{own_view}; {partial}", partial, None
     ]  # fmt: skip

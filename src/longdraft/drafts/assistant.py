@@ -68,7 +68,7 @@ class BoundAssistant:
         model, inputs = self._model, torch.cat([self._runner.shared_parts.embedding(tokens), features], -1)
         hidden = model.model(
             inputs_embeds=model.pre_projection(inputs)[:, None],  # a batch of W texts of a token
-            position_ids=torch.full((1, 1), position, device=tokens.device),
+            position_ids=torch.full((1, 1), position, dtype=torch.long, device=tokens.device),
             attention_mask=dict.fromkeys(shared),
             shared_kv_states=shared,
             use_cache=False,

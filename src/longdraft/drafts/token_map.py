@@ -47,7 +47,7 @@ def match_tokens(
         suffixes = (text[start:] for start in range(len(text)))
         input_ids[i] = next((draft_ids[suffix] for suffix in suffixes if suffix in draft_ids), 0)
     ids = torch.tensor(pairs, dtype=torch.long, device="cpu").view(-1, 2)
-    return TokenMap(ids[:, 0], ids[:, 1], torch.tensor(input_ids, device="cpu"))
+    return TokenMap(ids[:, 0], ids[:, 1], torch.tensor(input_ids, dtype=torch.long, device="cpu"))
 
 
 def token_texts(vocab: Mapping[int, str]) -> dict[int, bytes]:
