@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,30 +92,21 @@ def convert(
     if pack:
         rows = [tensors.pop(name) for name in sorted(tensors) if name.startswith(f"{pack}.")]
         tensors[f"{pack}.weight"] = torch.stack(rows)
-    writer = gguf.GGUFWriter(file, arch)
-    for name, value in ({f"{arch}.{name}": x for name, x in (own | dict(fields)).items()} | tokens).items():
-        if name.removeprefix(f"{arch}.") not in drop:
-            add_field(writer, name, value)
-    if config.get("rope_scaling", {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
-    for name, tensor in tensors.items():
-        if name in ("t2d", "verifier_norm.weight"):
-            continue
-        if name == "d2t":
-            ids = tensor if offsets else tensor + torch.arange(len(tensor))
-            writer.add_tensor("d2t", ids.long().numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
-            continue
-        theirs = name
-        for pattern, other in (_NAMES | dict(names)).items():
-            theirs = re.sub(pattern, other, theirs)
-        if is_eagle3 and re.search(r"[qk]_proj", name):
-            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-        _add_tensor(writer, theirs, tensor.float(), kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with _writing(file, arch, own | dict(fields), tokens, drop) as writer:
+        if config.get("rope_scaling", {}).get("rope_type") == "llama3":
+            writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
+        for name, tensor in tensors.items():
+            if name in ("t2d", "verifier_norm.weight"):
+                continue
+            if name == "d2t":
+                ids = tensor if offsets else tensor + torch.arange(len(tensor))
+                writer.add_tensor("d2t", ids.long().numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
+                continue
+            theirs = _renamed(name, _NAMES | dict(names))
+            if is_eagle3 and re.search(r"[qk]_proj", name):
+                heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+                tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+            _add_tensor(writer, theirs, tensor.float(), kind)
     return file
 
 
@@ -145,7 +137,6 @@ def convert_assistant(
         clusters: True: the file has the clusters of the head, which today's converter leaves out.
         drop: fields and tensors that are left out.
     """
-    import gguf
 
     config = json.loads((folder / "config.json").read_text())
     text, rope = config["text_config"], config["text_config"]["rope_parameters"]
@@ -169,27 +160,43 @@ def convert_assistant(
         own |= {"use_ordered_embeddings": True, "n_centroids": config["num_centroids"]}
         own |= {"centroid_top_k": config["centroid_intermediate_top_k"]}
     tokens = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": [f"t{i}" for i in range(text["vocab_size"])]}
+    with _writing(file, arch, own | dict(fields), tokens, drop) as writer:
+        turning = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
+        factors = [1.0] * turning + [1e30] * (size // 2 - turning)
+        writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            theirs = _renamed(name, _ASSISTANT_NAMES | dict(names))
+            if theirs in drop or (name.startswith("masked_embedding.") and not clusters):
+                continue
+            if not tensor.is_floating_point():
+                writer.add_tensor(theirs, tensor.int().numpy())
+            else:
+                _add_tensor(writer, theirs, tensor.float(), kind)
+    return file
+
+
+@contextmanager
+def _writing(
+    file: Path, arch: str, own: Mapping[str, Any], tokens: Mapping[str, Any], drop: Sequence[str]
+) -> Iterator[Any]:
+    """Yields a writer with the fields of an architecture and of its tokens, and writes the file at the end."""
+    import gguf
+
     writer = gguf.GGUFWriter(file, arch)
-    for name, value in ({f"{arch}.{name}": x for name, x in (own | dict(fields)).items()} | tokens).items():
+    for name, value in ({f"{arch}.{name}": x for name, x in own.items()} | tokens).items():
         if name.removeprefix(f"{arch}.") not in drop:
             add_field(writer, name, value)
-    turning = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
-    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turning + [1e30] * (size // 2 - turning), dtype=np.float32))
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        theirs = name
-        for pattern, other in (_ASSISTANT_NAMES | dict(names)).items():
-            theirs = re.sub(pattern, other, theirs)
-        if theirs in drop or (name.startswith("masked_embedding.") and not clusters):
-            continue
-        if not tensor.is_floating_point():
-            writer.add_tensor(theirs, tensor.int().numpy())
-        else:
-            _add_tensor(writer, theirs, tensor.float(), kind)
+    yield writer
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+
+
+def _renamed(name: str, patterns: Mapping[str, str]) -> str:
+    for pattern, other in patterns.items():
+        name = re.sub(pattern, other, name)
+    return name
 
 
 def _add_tensor(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> None:

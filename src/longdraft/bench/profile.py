@@ -30,8 +30,8 @@ def profile_job(spec: Speculator, job: Job, cache: PromptCache | None, rounds: i
     Returns:
         None if the prefill emits all tokens of the job. Otherwise a JSON object. ``rounds``: number of profiled rounds.
         ``seconds``: by part (:data:`PARTS`), mean seconds of a round of the batch. ``draft_forwards``: mean number of
-        the draft's forwards in a round. ``prefix_share``: the prefix's share
-        of the keys that attention read; the other keys are those of the draft trees.
+        the draft's forwards in a round. ``prefix_share``: the prefix's share of the keys that attention read; the
+        other keys are those of the draft trees.
     """
     generation = job.start(spec, cache)
     engine = generation._engine

@@ -46,9 +46,8 @@ class BoundLM:
         if self.input_ids is None:
             return batch
         assert batch.token_ids is not None and batch.positions is not None
-        token_ids = self.input_ids[
-            batch.token_ids.clamp(max=len(self.input_ids) - 1)
-        ]  # an embedding may have more rows
+        last_id = len(self.input_ids) - 1  # the target's embedding may have more rows than its head
+        token_ids = self.input_ids[batch.token_ids.clamp(max=last_id)]
         if self.bos_token_id is not None:  # drafts that were trained with BOS need one
             token_ids = token_ids.masked_fill(batch.positions == 0, self.bos_token_id)
         return replace(batch, token_ids=token_ids)

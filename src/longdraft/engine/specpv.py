@@ -62,7 +62,6 @@ class SpecPVOptions(Options):
     view_dtype: str | None = option(
         choices=tuple(DTYPES), help="what the partial KV is rounded to", usual="not rounded"
     )
-
     reread: bool = option(
         True, help="the draft reads again what a full pass has corrected; the paper's keeps what partial passes gave"
     )
@@ -77,19 +76,19 @@ class SpecPVOptions(Options):
             ValueError: a size is out of range, or no multiple of ``block``.
         """
         check_multiples("block", self.block, budget=self.budget or 0, sink=self.sink, window=self.recent)
-        always_seen, selects_chunks = self.sink + self.recent, SCORERS[self.selector] is not None
-        if selects_chunks and self.budget is not None and self.budget < always_seen:
+        sizes = (self.sink, self.recent, self.block, self.margin, self.reduction)
+        if SCORERS[self.selector] is None:
+            return View(self.selector, 0, *sizes)
+        always_seen = self.sink + self.recent
+        if self.budget is None:
+            least, most = (max(always_seen, budget) for budget in (MIN_BUDGET, MAX_BUDGET))
+            return View(self.selector, most, *sizes, min_selected=least)
+        if self.budget < always_seen:
             raise ValueError(
                 f"budget must be at least sink + window ({always_seen} tokens), got {self.budget}; "
                 "selector 'streaming' retrieves nothing."
             )
-        num_selected, min_selected = self.budget, None
-        if num_selected is None:
-            num_selected, min_selected = max(always_seen, MAX_BUDGET), max(always_seen, MIN_BUDGET)
-        if not selects_chunks:
-            num_selected, min_selected = 0, None
-        sizes = (num_selected, self.sink, self.recent, self.block, self.margin)
-        return View(self.selector, *sizes, self.reduction, min_selected=min_selected)
+        return View(self.selector, self.budget, *sizes)
 
 
 class SpecPV(Verifier):

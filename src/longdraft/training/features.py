@@ -145,6 +145,7 @@ class FeatureReader:
     def _read_cached(self, document: Document) -> Features:
         """Reads features from the cache, or computes and stores them. The loss mask is not stored."""
         assert self.cache is not None
+        # The 0 is the anchor-offset, which names of earlier versions contain: their files without one stay valid.
         hashed = hashlib.sha256(f"{self._identity}/{document.start}/0/".encode())
         hashed.update(array("q", document.token_ids).tobytes())
         digest = hashed.hexdigest()[:32]

@@ -220,10 +220,10 @@ def _part_ms(profiles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return {}
     parts = profiles[0]["seconds"]
     part_ms = {f"{part}_ms": 1000 * mean(profile["seconds"][part] for profile in profiles) for part in parts}
-    num_forwards = mean(profile["draft_forwards"] for profile in profiles)
-    if num_forwards:
+    # Results of earlier versions have no number of forwards, and count updates as drafting.
+    if num_forwards := mean(profile.get("draft_forwards", 0.0) for profile in profiles):
         part_ms["draft_forward_ms"] = part_ms["draft_ms"] / num_forwards
-    part_ms["draft_ms"] += part_ms["update_ms"]
+    part_ms["draft_ms"] += part_ms.get("update_ms", 0.0)
     return {**part_ms, "verify_ms": part_ms["attention_ms"] + part_ms["forward_ms"]}
 
 

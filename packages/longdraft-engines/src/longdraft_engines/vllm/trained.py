@@ -47,7 +47,7 @@ class EngineTarget:
     tp_rank = None  # the target is on one device
     allows_fusion = True
     buffer_arena = None  # a draft's memory lasts as long as the engine
-    profiler = None
+    profiler = None  # only the bench profiles
 
     def __init__(self, text_config: Any, model: Any, head_dim: int, kv_heads: int, weights: str | None) -> None:
         heads, self.num_layers = int(text_config.num_attention_heads), int(text_config.num_hidden_layers)
