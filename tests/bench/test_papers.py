@@ -9,7 +9,7 @@ from longdraft.bench.papers import PAPERS, get_paper, get_table
 from longdraft.bench.papers.table import FIGURES
 from longdraft.bench.peers import PEERS
 from longdraft.bench.quality import FULL
-from longdraft.bench.reproduce import measures
+from longdraft.bench.reproduce.measures import mean_part_ms
 from longdraft.bench.reproduce.scaled import ScaledTable
 from longdraft.errors import RequestError
 from longdraft.registry import METHODS
@@ -75,9 +75,9 @@ def test_names_are_forgiving():
 def test_profiles_that_earlier_versions_wrote_are_read():
     """Without updates and numbers of forwards."""
     earlier = {"rounds": 3, "seconds": {"draft": 0.002, "attention": 0.001, "forward": 0.003, "rest": 0.001}}
-    assert measures._part_ms([earlier]) == pytest.approx(
+    assert mean_part_ms([earlier]) == pytest.approx(
         {"draft_ms": 2.0, "attention_ms": 1.0, "forward_ms": 3.0, "rest_ms": 1.0, "verify_ms": 4.0}
     )
     seconds = earlier["seconds"] | {"update": 0.001}
-    now = measures._part_ms([earlier | {"seconds": seconds, "draft_forwards": 4}])
+    now = mean_part_ms([earlier | {"seconds": seconds, "draft_forwards": 4}])
     assert (now["draft_ms"], now["draft_forward_ms"], now["update_ms"]) == pytest.approx((3.0, 0.5, 1.0))

@@ -116,7 +116,7 @@ def plan_speed(
             **table.acceptance_stats(counts for result in results for counts in result.token_counts(entry.name)),
             "tokens_per_second": entry_speed,
             "speedup": ratio(entry_speed, baseline_speed),
-            **_part_ms([result.profiles[entry.name] for result in results if entry.name in result.profiles]),
+            **mean_part_ms([result.profiles[entry.name] for result in results if entry.name in result.profiles]),
             "round_ms": _round_ms([run for result in results for run in result.rounds.get(entry.name, ())]),
             "prefill_s": _prefill_seconds([r.cold[entry.name] for r in results if entry.name in r.cold]),
         }
@@ -214,7 +214,7 @@ def _forced_attention(path: str, prefill_path: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _part_ms(profiles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def mean_part_ms(profiles: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the mean milliseconds of each part of a round. ``profiles``: of each batch, from ``profile_job``."""
     if not profiles:
         return {}
