@@ -5,6 +5,7 @@ docs/gpu.md explains the numbers.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 
 from longdraft import Speculator
 from longdraft.attention.transfer import to_device
+from longdraft.drafters.shared.block_drafter import BlockDrafter
 from longdraft.engine.prefill import default_chunk_size
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
+from longdraft.trees.tree import NodeLimit
 from tests.support.methods import EXACT, METHODS, Case, SpeculatorsByMethod
 from tests.support.simulated_gpu import (
     DEVICE,
@@ -149,6 +152,24 @@ def test_a_recorded_level_drafts_what_the_level_drafts(method, tree, specs, simu
         steps = spec.stream(PROMPTS, max_new_tokens=12, eos_token_ids=[4])
         found.append([(step.sequence, step.drafted, step.accepted, step.token_ids) for step in steps])
     assert found[0] == found[1] and recorder.replays > len(found[0])
+
+
+@pytest.mark.parametrize("method", ["longspec", slow("eagle3")])
+def test_planned_trees_of_changing_sizes_share_recordings(method, specs, simulated_gpu, monkeypatch):
+    # A tree that the user has not defined, which a planner may shrink.
+    options = {name: x for name, x in options_of(specs, method).items() if name not in COUNTED[method]}
+    to_simulated_gpu(specs.model)
+    propose, captures = BlockDrafter.propose, []
+    for sizes in ([32], [17, 29, 23, 31, 20, 26]):
+        limits = itertools.cycle(NodeLimit(n, 0.01) for n in sizes)
+        monkeypatch.setattr(BlockDrafter, "propose", lambda self, rows, _=None, n=limits: propose(self, rows, next(n)))
+        spec = Speculator(method, target=specs.model, plan="fixed", **options)
+        recorder = SimulatedGraphs(simulated_gpu)
+        spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
+        steps = list(spec.stream(PROMPTS[:1], max_new_tokens=30, eos_token_ids=[]))
+        assert {step.drafted for step in steps} == {0, *sizes}
+        captures.append(recorder.captures)
+    assert captures[0] == captures[1] > 1
 
 
 def test_a_gpu_reads_prompts_in_larger_pieces(simulated_gpu):

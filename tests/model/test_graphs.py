@@ -28,6 +28,7 @@ from longdraft.model.gpu.cuda_graphs import (
 )
 from longdraft.model.outputs import NO_TAPS, Taps
 from longdraft.model.runner import TargetRunner
+from longdraft.planning import costs
 from longdraft.trees.tree import TokenTree
 from tests.support import torch_kernels
 from tests.support.forwards import forward
@@ -235,7 +236,7 @@ def test_a_padded_sequence_writes_over_no_text_that_fills_its_slot():
 
 
 def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
-    """In 16 bits torch's kernel splits by the longest text that may come: a power of two, of which the key is part."""
+    """In 16 bits torch's kernel splits by the longest text that may come: 2^k or 3 * 2^k, which is part of the key."""
     monkeypatch.setenv("LONGDRAFT_ATTENTION", "sdpa")  # keys by row, as on a GPU
     with torch_kernels.registered():
         runner = TargetRunner(tiny_model(layers=1, dtype=torch.bfloat16))
@@ -244,13 +245,13 @@ def test_attention_is_split_by_the_text_and_not_by_the_capacity(monkeypatch):
         store = runner.new_store(1, 1000)
         forward(runner, [text(20, 0)], store, [0], logits="none")
         store.commit(0, range(20))
-        for length, captures in ((20, 1), (32, 1), (33, 2), (60, 2), (500, 3)):
+        for length, captures in ((20, 1), (24, 1), (25, 2), (32, 2), (33, 3), (48, 3), (500, 4)):
             forward(runner, [text(length - store.lengths[0], 0)] if length > 20 else [[1]], store, [0], logits="none")
             store.commit(0, range(length - store.lengths[0]))
             torch_kernels.calls.clear()
             forward(runner, [[1, 2, 3]], store, [0])
             bounds = {call[3] for call in torch_kernels.calls}
-            assert recorder.captures == captures and all(length <= bound < 2 * length for bound in bounds)
+            assert recorder.captures == captures and all(length <= bound <= 1.5 * length for bound in bounds)
 
 
 def test_graphs_are_recorded_before_the_first_request(simulated_gpu):
@@ -269,16 +270,20 @@ def test_graphs_are_recorded_before_the_first_request(simulated_gpu):
     assert recorder.captures == count and recorder.replays > count
 
 
-def test_tensors_that_lie_elsewhere_are_another_recording():
+def test_tensors_that_lie_elsewhere_or_have_another_shape_are_another_recording():
     target = Target()
-    forward(target.runner, [[1, 2]], target.stores[0], [0])
-    target.stores[0].keys = target.stores[0].keys.clone()
+    store = target.stores[0]
+    forward(target.runner, [[1, 2]], store, [0])
+    store.keys = store.keys.clone()
     target.check([0], [tree_of(2, 1, chain=True)])
     assert target.recorder.captures == 2
+    store.keys, store.values, store.capacity = store.keys[..., :-9, :], store.values[..., :-9, :], store.capacity - 9
+    target.check([0], [tree_of(2, 1, chain=True)])
+    assert target.recorder.captures == 3
     table = target.runner.model.get_input_embeddings()
     table.weight.data = table.weight.data.clone()
     target.check([0], [tree_of(2, 1, chain=True)])
-    assert target.recorder.captures == 3
+    assert target.recorder.captures == 4
 
 
 def test_prefills_and_stores_outside_the_device_are_computed_without():
@@ -297,8 +302,19 @@ class Failing(SimulatedGraphs):
     def capture(self, compute):
         if not self.captures:
             self.captures += 1
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            self.fail()
         return super().capture(compute)
+
+    def fail(self):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+class LacksMemory(Failing):
+    def fail(self):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("the capture was invalidated")  # as torch's context of a capture does when it ends
 
 
 def test_a_size_that_cannot_be_recorded_is_said_once_and_runs_without(caplog):
@@ -309,6 +325,24 @@ def test_a_size_that_cannot_be_recorded_is_said_once_and_runs_without(caplog):
         target.check([0], [tree_of(7, seed)])
     assert (target.recorder.captures, target.recorder.replays) == (2, 3)
     assert caplog.text.count("could not be captured") == 1 and "and more" not in caplog.text
+
+
+def test_a_size_for_which_memory_was_short_is_tried_again(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "USES_BEFORE_RETRY", 2)
+    target, found = Target(recorder=LacksMemory), []
+    target.read(10)
+    for seed in range(5):
+        target.check([0], [tree_of(4, seed)])
+        found.append((target.recorder.captures, target.recorder.replays))
+    assert found == [(1, 0), (1, 0), (1, 0), (2, 1), (2, 2)]
+
+
+def test_costs_are_those_of_recorded_forwards(tmp_path):
+    target = Target()
+    target.runner.graphs = CudaGraphs(target.recorder)
+    costs.load_or_measure(target.runner, tmp_path)
+    assert target.recorder.captures > 1 and target.recorder.replays >= 2 * target.recorder.captures
+    assert costs.load_or_measure(target.plain, tmp_path, measure_with=lambda *_, **__: None) is None  # another key
 
 
 def test_where_there_are_graphs(monkeypatch, caplog):

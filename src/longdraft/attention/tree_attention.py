@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from itertools import islice
 
 import torch
 
 from longdraft.attention import custom_ops
 from longdraft.errors import reason_of
+from longdraft.native.boundary import CPU_FLOAT32
 
 logger = logging.getLogger("longdraft")
 
@@ -91,9 +93,12 @@ def uses_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:
 def _kernel_matches(device: torch.device, dtype: torch.dtype, d: int, group: int) -> bool:
     """True if the kernel agrees with the reference on random tensors. The first call waits for the device."""
     batch_size, kv_heads, query_len, prefix_lens, capacity = 2, 2, 5, (9, 10), 24  # any small sizes
-    keys, values = torch.randn(2, batch_size, kv_heads, capacity, d, dtype=dtype, device=device)
-    q, o = torch.randn(2, batch_size, kv_heads * group, query_len, d, dtype=dtype, device=device)
-    lse = torch.randn(batch_size, kv_heads * group, query_len, device=device, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)  # the user's generators stay as they are
+    kv_shape, q_shape = (batch_size, kv_heads, capacity, d), (batch_size, kv_heads * group, query_len, d)
+    shapes = kv_shape, kv_shape, q_shape, q_shape, q_shape[:3]
+    numbers = (torch.randn(shape, generator=generator, **CPU_FLOAT32).to(device) for shape in shapes)
+    keys, values, q, o = (x.to(dtype) for x in islice(numbers, 4))
+    lse = next(numbers)
     indices = [slot * slot_stride(keys) + n + j for slot, n in enumerate(prefix_lens) for j in range(query_len)]
     tree_indices = torch.tensor(indices, dtype=torch.int32, device=device)
     shape = (batch_size, 1, 1, query_len, query_len)

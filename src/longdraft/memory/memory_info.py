@@ -36,8 +36,11 @@ def available_bytes(device: torch.device) -> int | None:
         import torch
 
         free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch's allocator has reserved but does not use is available too.
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # Memory that torch's allocator has reserved but does not use is available too, except in pools of CUDA graphs.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        segments = torch.cuda.memory_snapshot() if torch.cuda.get_allocator_backend() == "native" else []
+        own = [s for s in segments if s["device"] == index and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)]
+        return int(free) + sum(segment["total_size"] - segment["allocated_size"] for segment in own)
     return available_host_bytes() if device.type == "cpu" else None
 
 

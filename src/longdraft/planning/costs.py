@@ -164,9 +164,12 @@ def _time_forward(runner: TargetRunner, store: KVStore, num_tokens: int) -> floa
     tokens = tuple(_random.randrange(runner.vocab_size) for _ in range(num_tokens))
     parents = tuple(i - 1 if runner.has_recurrent_layers or not i else (i - 1) // 2 * 2 for i in range(num_tokens))
     wait = partial(torch.cuda.synchronize, runner.device) if runner.device.type == "cuda" else lambda: None
+    trees = [TokenTree(tokens, parents)]
+    for _ in range(runner.graphs.num_warm_up_uses):
+        runner.verify(make_tree_batch(store, [0], trees), store)
     wait()
     start = time.perf_counter()
-    runner.verify(make_tree_batch(store, [0], [TokenTree(tokens, parents)]), store)
+    runner.verify(make_tree_batch(store, [0], trees), store)
     wait()
     return time.perf_counter() - start
 
@@ -276,6 +279,7 @@ def _table_key(runner: TargetRunner) -> dict[str, object]:
         "weights": "woven" if is_repacked(runner.model) else "stored" if has_stored_weights(runner.model) else "floats",
         "attention": str(runner.attention_path),
         **({} if runner.allows_fusion else {"fusion": "off"}),
+        **({"graphs": "captured"} if runner.graphs.enabled else {}),
         "kernels": native.unavailable_reason() or native.library_name(),
         "device": device_name(runner.device),
         "torch": torch.__version__,

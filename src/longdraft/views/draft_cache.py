@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from longdraft.attention.transfer import to_device
 from longdraft.memory.store import KVStore
 from longdraft.views.retrieval import Retrieval
 from longdraft.views.view import View
@@ -222,7 +223,7 @@ class RepositionedKVCache(DraftCache):
     def _gather(self, slot: int, retrieval: Retrieval) -> None:
         """Fills ``store`` with the entries that ``retrieval`` selects."""
         self._flush_new_entries(slot)
-        indices = retrieval.kv_indices(slot, self.full_store.lengths[slot]).to(self.full_store.device)
+        indices = to_device(retrieval.kv_indices(slot, self.full_store.lengths[slot]), self.full_store.device)
         keys, values = (x[:, slot].index_select(2, indices) for x in (self.full_store.keys, self.full_store.values))
         positions = torch.arange(len(indices), device=self.full_store.device)
         self.store.write_entries(slot, 0, self._rotate(keys, positions), values)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from longdraft.attention.transfer import to_device
 from longdraft.memory.store import KVStore
 from longdraft.native.int8_kv import KVTensor
 from longdraft.native.views import SUMMARY_SCORERS
@@ -154,7 +155,7 @@ class SparseKVCache:
         for layers in layer_groups(self.full_store, self._temporary_bytes(kv_len, queries)):
             keys, values = (x[:, :, :kv_len] for x in slot_kv(self.full_store, layers, slot))
             if chunks is not None:
-                indices = self.view.kv_indices(chunks[layers].to(keys.device), kv_len)
+                indices = self.view.kv_indices(to_device(chunks[layers], keys.device), kv_len)
             else:
                 summaries = None if slot_summaries is None else {kind: x[layers] for kind, x in slot_summaries.items()}
                 group_queries = None if queries is None else _queries_of(queries, layers)

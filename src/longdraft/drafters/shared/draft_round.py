@@ -23,7 +23,7 @@ from longdraft.attention.transfer import to_device
 from longdraft.drafters.shared.draft_batch import DeviceBatch, DraftBatch, batched_attend, supports_batched_attend
 from longdraft.drafters.shared.fused_level import BlockInputs, FusedLevel, draft_kernels
 from longdraft.engine.sequence import Sequence
-from longdraft.model.gpu.cuda_graphs import padded_batch_size
+from longdraft.model.gpu.cuda_graphs import padded_batch_size, tensor_key
 from longdraft.model.layers.skinny_gemm import patch_linears
 from longdraft.model.round_profiler import profiled
 from longdraft.model.runner import TargetRunner
@@ -222,7 +222,7 @@ class DraftRound:
         batch = replace(self._cross_batch, query_len=query_len)
         max_kv_len = self._graphs.kv_bound(max(kv_lens), keys.shape[2])
         cross = partial(_cross_attend, self._drafter.runner.prefix_attend, keys, values, batch, max_kv_len)
-        return cross, (batch.slots_t, batch.prefix_lens_t), (keys.data_ptr(), values.data_ptr(), max_kv_len)
+        return cross, (batch.slots_t, batch.prefix_lens_t), (tensor_key(keys), tensor_key(values), max_kv_len)
 
     def forward(
         self, batch: DraftBatch, inputs: Inputs, top_k: int, uses_target_features: bool = False
@@ -237,13 +237,18 @@ class DraftRound:
             out, *result = self._bound.fused_level(batch, block_inputs, self._cache, target_kv, top_k)
             return self._bound.block.next_features(out), *result
         cross, cross_tensors, cross_key = self._cross_attention(batch)
-        run_block = partial(_run_block, self._bound, uses_target_features, cross, top_k, len(inputs))
+        run_block = partial(_run_block, self._bound, uses_target_features, cross)
         if self._drafter.is_capturable and not inputs[0].is_floating_point() and supports_batched_attend(self._cache):
-            key = cross_key, self._bound.block, uses_target_features, top_k
-            replayed = self._replay(batch, inputs, cross_tensors, run_block, key)
+            # A planner changes the number of candidates each round. Powers of two need few graphs.
+            graph_top_k = top_k and 1 << (top_k - 1).bit_length()
+            key = cross_key, self._bound.block, uses_target_features, graph_top_k
+            run_graph = partial(run_block, graph_top_k, len(inputs))
+            replayed = self._replay(batch, inputs, cross_tensors, run_graph, key)
             if replayed is not None:
-                return replayed
-        return run_block(*inputs, *cross_tensors, batch.attend_fns(self._cache), batch.output_rows(self._device))
+                features, *outputs = replayed
+                return features, *(x[:, :top_k] if top_k else x for x in outputs)
+        attend, rows = batch.attend_fns(self._cache), batch.output_rows(self._device)
+        return run_block(top_k, len(inputs), *inputs, *cross_tensors, attend, rows)
 
     def _replay(
         self,
@@ -285,7 +290,9 @@ class DraftRound:
             results = run_block(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 
-        graph_key = key, max_kv_len, cache.scratch, has_all_outputs  # masks are padded to the cache's scratch entries
+        memory_key = tensor_key(cache.store.keys), tensor_key(cache.store.values)
+        # Masks are padded to the cache's scratch entries.
+        graph_key = key, memory_key, max_kv_len, cache.scratch, has_all_outputs
         owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
         results = graphs.run_draft(owner, graph_key, (batch_size, query_len), make_inputs, padded_forward)
         return None if results is None else tuple(x[:, : batch.num_outputs].flatten(0, 1) for x in results)

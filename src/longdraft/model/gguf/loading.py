@@ -222,7 +222,7 @@ def load_gguf(
     """Loads a GGUF file on the CPU. :func:`longdraft.model.load.checkpoints.check_gguf` has checked ``path`` already.
 
     Args:
-        dtype: a dtype other than float32 dequantizes the weights.
+        dtype: a dtype other than float32 dequantizes the weights. "auto", which is for a GPU, is bfloat16.
         rope_factor, weights, progress, arithmetic: as for :func:`longdraft.model.load.loading.load`.
 
     Raises:
@@ -244,7 +244,7 @@ def load_gguf(
             drop_prefaulted()  # the memory was for repacked weights
         loaded = LoadedModel(file.load_model(config, requantize=keeps_stored), file.load_tokenizer())
     if not keeps_stored:
-        float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+        float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         loaded = LoadedModel(stored_model.dequantize_model(loaded.model, float_dtype), loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored_model.set_int8(loaded.model)

@@ -6,9 +6,10 @@ filled before each replay. A size is (batch_size, query_len, KV bound), rounded 
 
     query_len   one of :data:`CAPTURE_QUERY_LENS`; no token attends to padding tokens, whose results are cut off
     batch_size  a power of two, or all slots; padding sequences read the first sequence's slot, and write to scratch
-    KV bound    a power of two at or above the longest KV length; attention kernels split their work by it
+    KV bound    2^k or 1.5 * 2^k, at or above the longest KV length; attention kernels split their work by it
 
-Capture needs an attention path that reads lengths on the device. A size whose capture fails runs without a graph.
+Capture needs an attention path that reads lengths on the device. A size whose capture fails runs without a graph; if
+it failed for lack of memory, it is tried again later.
 Models with windows or recurrent states run without graphs, because their forwards depend on numbers on the host.
 """
 
@@ -20,7 +21,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -29,6 +30,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.transfer import copy_to_buffer
 from longdraft.errors import reason_of
 from longdraft.memory.store import KVStore
+from longdraft.native.int8_kv import Int8KV, KVTensor
 
 logger = logging.getLogger("longdraft")
 
@@ -36,8 +38,10 @@ SWITCH = "LONGDRAFT_GRAPHS"  # environment variable; 0: no graphs
 # query_len of graphs, close together around LongSpec's tree of 69 nodes. More tokens keep the device busy anyway.
 CAPTURE_QUERY_LENS = (1, 2, 4, 8, 16, 32, 48, 64, 72, 80, 96)
 USES_BEFORE_CAPTURE = 2  # uses of a size without a graph, because a capture takes the time of two forwards
+USES_BEFORE_RETRY = 64  # uses of a size without a graph after a capture that lacked memory
 # Limits for one store: the number of graphs, and bytes of the graphs' outputs (mostly logits), which stay allocated.
-MAX_GRAPHS, MAX_OUTPUT_BYTES = 64, 1 << 30
+# One sequence up to 64K tokens has 9 KV bounds with 11 query_lens each.
+MAX_GRAPHS, MAX_OUTPUT_BYTES = 128, 1 << 30
 MIN_KV_BOUND = 4096  # the smallest KV bound: splitting fewer entries would not keep a GPU busier
 
 # Logits (batch_size, query_len, vocabulary); by layer, hidden states (batch_size, query_len, hidden_size) and queries
@@ -65,21 +69,24 @@ class CudaGraphBackend:
         self._device = device
         # One stream for all captures, because libraries such as cuBLAS keep a workspace for each stream.
         self._stream: Any = None
-        self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def capture(self, forward: Callable[[], Output]) -> Callable[[], Output]:
         with torch.cuda.device(self._device):
             if self._stream is None:
-                self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream(self._device)
             stream, current = self._stream, torch.cuda.current_stream(self._device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 forward()  # kernels are compiled and libraries allocate here: a capture allows neither
             current.wait_stream(stream)
+            # The pool ends with its last graph. Then the next graph makes a new one.
+            pool = next((graph.pool() for graph in self._graphs), None)
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may use the device during the capture.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 out = forward()
+            self._graphs.add(graph)
 
         def replay() -> Output:
             graph.replay()
@@ -118,7 +125,8 @@ class CudaGraphs:
     ) -> None:
         self._backend, self._uses_before_capture = backend, uses_before_capture
         self._max_graphs, self._min_kv_bound = max_graphs, min_kv_bound
-        # Owner of the captured tensors -> size -> graph; before the capture a count of uses, after a failed one None.
+        # Owner of the captured tensors -> size -> graph; before the capture a count of uses (below 0 after one that
+        # lacked memory), after one that failed otherwise None.
         self._graphs: WeakKeyDictionary[object, dict[Hashable, Any]] = WeakKeyDictionary()
 
     @classmethod
@@ -134,6 +142,11 @@ class CudaGraphs:
         """True if forwards are captured."""
         return self._backend is not None
 
+    @property
+    def num_warm_up_uses(self) -> int:
+        """Number of uses of a size before its forwards take as long as later ones; 0 without graphs."""
+        return self._uses_before_capture + 1 if self.enabled else 0
+
     def extra_kv_entries(self, slots: int) -> int:
         """Returns how many more KV entries a slot needs: for padding tokens, and as scratch of padding sequences."""
         if self._backend is None:
@@ -147,7 +160,9 @@ class CudaGraphs:
 
     def kv_bound(self, max_kv_len: int, capacity: int) -> int:
         """Returns the KV bound for sequences of up to ``max_kv_len`` KV entries."""
-        return min(max(self._min_kv_bound, 1 << max(0, max_kv_len - 1).bit_length()), capacity)
+        power = 1 << max(0, max_kv_len - 1).bit_length()
+        bound = power * 3 // 4 if max_kv_len <= power * 3 // 4 else power
+        return min(max(self._min_kv_bound, bound), capacity)
 
     def run(
         self, store: KVStore, batch: ForwardBatch, key: Hashable, forward: ForwardFn, capture_now: bool = False
@@ -165,7 +180,7 @@ class CudaGraphs:
         size = self._size(store, batch)
         if size is None:
             return None
-        full_key = (*size, batch.tree_offset, key, store.keys.data_ptr(), store.values.data_ptr())
+        full_key = (*size, batch.tree_offset, key, tensor_key(store.keys), tensor_key(store.values))
         owner, min_uses = store.arena_buffers or store, 0 if capture_now else self._uses_before_capture
         graph: _TargetGraph | None = self._find(
             owner, full_key, min_uses, lambda backend: _TargetGraph(backend, store, size, batch, forward)
@@ -251,12 +266,23 @@ class CudaGraphs:
 
 
 def _try_capture(backend: GraphBackend, capture: Callable[[GraphBackend], Any]) -> Any | None:
-    """Captures a graph. Returns None if the capture fails: the size then never gets a graph."""
+    """Captures a graph. If memory is short, returns a count of uses below 0, after which the capture is tried again. If
+    the capture fails otherwise, returns None: the size then never gets a graph."""
     try:
         return capture(backend)
     except Exception as error:  # a model, a driver or a library can raise any type
+        if any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__)):
+            logger.warning("There is no memory for a CUDA graph (%s): it is tried again later.", reason_of(error))
+            return -USES_BEFORE_RETRY
         logger.warning("A forward could not be captured as a CUDA graph (%s): its size runs without.", reason_of(error))
         return None
+
+
+def tensor_key(tensor: KVTensor) -> Hashable:
+    """Returns the part of a graph's key that says which memory the graph reads and writes, in which layout."""
+    if isinstance(tensor, Int8KV):
+        return tensor_key(tensor.quants), tensor_key(tensor.scales)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def padded_batch_size(batch_size: int, slots: int) -> int:

@@ -37,7 +37,8 @@ def load(
     """Loads a causal language model, ready to generate: in eval mode, without gradients, on its device.
 
     model: None for the embedded default; a folder in Hugging Face layout; a ``.gguf`` file; or a hub id.
-    dtype: "auto" (float32 on a CPU, the checkpoint's on a GPU), "float32", "bfloat16", "float16" or a torch.dtype.
+    dtype: "auto" (float32 on a CPU; on a GPU the checkpoint's, bfloat16 for GGUF files), "float32", "bfloat16",
+        "float16" or a torch.dtype.
     device: None takes CUDA if there is a GPU, else MPS, else the CPU.
     rope_factor: YaRN factor (> 1), by which the trained context length is multiplied.
     weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16), for float32 on a CPU. "float32"
