@@ -7,9 +7,10 @@ import torch
 
 from longdraft import Speculator
 from longdraft.errors import CapabilityError
+from longdraft.memory import memory_info
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from tests.support.methods import EXACT, SpeculatorsByMethod
-from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
+from tests.support.simulated_gpu import SimulatedGraphs, patch_cuda, to_simulated_gpu
 from tests.support.slow_marks import slow, slow_except
 from tests.support.tiny import tiny_model
 
@@ -60,3 +61,12 @@ def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(simulated_
     for other in ({"kv_dtype": "int8"}, {"offload": "host"}):
         with pytest.raises(CapabilityError, match="deterministic=True"):
             Speculator("ar", target=model, deterministic=True, **other)
+
+
+def test_unused_memory_of_graphs_is_not_free(simulated_gpu, monkeypatch):
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": 5 << 20, "allocated_size": 3 << 20}
+        for device, pool in ((0, (0, 0)), (0, (0, 1)), (1, (0, 0)))
+    ]
+    patch_cuda(monkeypatch, mem_get_info=(1 << 20, 9 << 20), memory_snapshot=segments)
+    assert memory_info.available_bytes(torch.device("cuda", 0)) == 3 << 20

