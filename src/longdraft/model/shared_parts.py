@@ -114,7 +114,7 @@ def describe_target(model: PreTrainedModel) -> dict[str, Any]:
     left out, so that drafts still fit the target after its context is extended."""
     digest = hashlib.sha256()
     last_layer = decoder_layers(model)[-1].modules()
-    first_weights = next(m for m in last_layer if isinstance(m, stored.StoredWeights) or [*m.parameters(recurse=False)])
+    first_weights = next(m for m in last_layer if stored.has_weights(m))
     for module in (model.get_input_embeddings(), first_weights):
         digest.update(stored.weight_sample(module).to(torch.bfloat16).float().cpu().numpy().tobytes())
     return describe_config(model) | {"weights": digest.hexdigest()[:16]}

@@ -218,11 +218,13 @@ def load_gguf(
     weights: WeightFormat | None,
     progress: Progress,
     arithmetic: Arithmetic | None = None,
+    keep_planes: bool = False,
 ) -> LoadedModel:
     """Loads a GGUF file on the CPU. :func:`longdraft.model.load.checkpoints.check_gguf` has checked ``path`` already.
 
     Args:
         dtype: a dtype other than float32 dequantizes the weights. "auto", which is for a GPU, is bfloat16.
+        keep_planes: as for :func:`longdraft.model.quant.stored_model.dequantize_model`.
         rope_factor, weights, progress, arithmetic: as for :func:`longdraft.model.load.loading.load`.
 
     Raises:
@@ -245,7 +247,8 @@ def load_gguf(
         loaded = LoadedModel(file.load_model(config, requantize=keeps_stored), file.load_tokenizer())
     if not keeps_stored:
         float_dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        loaded = LoadedModel(stored_model.dequantize_model(loaded.model, float_dtype), loaded.tokenizer)
+        unpacked = stored_model.dequantize_model(loaded.model, float_dtype, keep_planes)
+        loaded = LoadedModel(unpacked, loaded.tokenizer)
     elif arithmetic != "float32" and kernels() is not None:
         stored_model.set_int8(loaded.model)
         stored_model.repack_weights(loaded.model, progress)

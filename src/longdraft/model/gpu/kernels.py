@@ -16,14 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Triton's interpreter truncates float32 to bfloat16, but a GPU rounds to the nearest: _cast() rounds by hand.
+# Triton's interpreter truncates float32 to bfloat16, but a GPU rounds to the nearest: round_cast() rounds by hand.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 SILU_BLOCK = 1024  # elements of a row that a program of the SwiGLU kernel computes
 MAX_NORM_WARPS = 16
 
 
 @triton.jit
-def _cast(x, DTYPE: tl.constexpr):
+def round_cast(x, DTYPE: tl.constexpr):
     """Casts float32 to another dtype. Ties round to even, as a GPU does."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
@@ -33,7 +33,7 @@ def _cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _round_to(x, DTYPE: tl.constexpr):
-    return _cast(x, DTYPE).to(tl.float32)
+    return round_cast(x, DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def norm_kernel(
         tl.store(residual + offsets, row.to(dtype), mask=mask)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offsets, _cast(w * _round_to(row * scale, dtype), dtype), mask=mask)
+    tl.store(out + offsets, round_cast(w * _round_to(row * scale, dtype), dtype), mask=mask)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _norm_rope(
         s = tl.load(sin + i, mask=in_rotary, other=0.0).to(tl.float32)
         sin_term = _round_to(tl.where(i < half, -y, y) * s, DTYPE)
         x = tl.where(in_rotary, _round_to(x * c, DTYPE) + sin_term, x)
-    return _cast(x, DTYPE)
+    return round_cast(x, DTYPE)
 
 
 @triton.jit(do_not_specialize=["offset", "T"])  # specialization would recompile during decoding
@@ -126,7 +126,7 @@ def silu_kernel(gate, up, out, gate_row, up_row, SIZE: tl.constexpr, BLOCK: tl.c
     g = tl.load(gate + row * gate_row + i, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_row + i, mask=mask, other=0.0).to(tl.float32)
     activation = _round_to(g / (1.0 + tl.exp(-g)), dtype)
-    tl.store(out + row * SIZE + i, _cast(activation * u, dtype), mask=mask)
+    tl.store(out + row * SIZE + i, round_cast(activation * u, dtype), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from longdraft import native
+from longdraft.attention import custom_ops
 from longdraft.errors import CapabilityError, CheckpointError, ContextError, memory_checked
 from longdraft.memory import memory_info
 from longdraft.model.gguf.loading import Arithmetic, WeightFormat, int8_unavailable_error, load_gguf
@@ -43,7 +44,8 @@ def load(
     rope_factor: YaRN factor (> 1), by which the trained context length is multiplied.
     weights: "stored" keeps matrices as in the file (GGUF's blocks, bfloat16, float16), for float32 on a CPU. "float32"
         unpacks the matrices, with the same results. None is "stored" if our kernels are available. "stored" makes
-        Q8_0 of blocks that our kernels do not read (IQ1, IQ2, IQ3, TQ, NVFP4), which rounds them once more.
+        Q8_0 of blocks that our kernels do not read (IQ1, IQ2, IQ3, TQ, NVFP4), which rounds them once more. On a GPU
+        with Triton, layers of GGUF files keep Q4_0, Q4_K, Q5_K, Q6_K and Q8_0; all else is unpacked to ``dtype``.
     arithmetic: "int8" works as in llama.cpp: layers with weights of 8 bits or fewer round their inputs to 8 bits, in
         blocks of 32, and the KV has 16 bits. "float32" rounds nothing. None is "int8" for GGUF files with such weights
         on a CPU with our kernels, else the dtype's arithmetic.
@@ -63,19 +65,21 @@ def load(
     target_device = _resolve_device(device)
     loaded_dtype = resolve_dtype(dtype, target_device)
     on_progress = progress or (lambda message: None)
+    is_gpu = target_device.type == "cuda" and loaded_dtype != torch.float32 and custom_ops.triton_enabled()
     is_cpu_float32 = target_device.type == "cpu" and loaded_dtype == torch.float32
     if is_cpu_float32:
         native.kernels(progress)  # compiled now, where progress can announce it
-    elif weights == "stored":
+    elif weights == "stored" and not is_gpu:
         raise CapabilityError(
-            f"Stored weights are for float32 on a CPU, not {loaded_dtype} on {target_device}: leave weights out."
+            f"Stored weights are for float32 on a CPU and for CUDA, not {loaded_dtype} on {target_device}: leave "
+            "weights out."
         )
     if arithmetic is not None and not is_cpu_float32:
         raise CapabilityError(
             f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target_device}: leave it out."
         )
     name = os.fspath(packaged_file() if model is None else model)
-    loaded = _read(name, loaded_dtype, on_progress, rope_factor, weights, arithmetic)
+    loaded = _read(name, loaded_dtype, on_progress, rope_factor, weights, arithmetic, is_gpu=is_gpu)
     if model is None:
         # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
@@ -111,20 +115,25 @@ def _read(
     weights: WeightFormat | None = None,
     arithmetic: Arithmetic | None = None,
     tensor_parallel: bool = False,
+    is_gpu: bool = False,
 ) -> LoadedModel:
-    """Reads the model ``name``, with the options of :func:`load` and :func:`load_tensor_parallel`."""
+    """Reads the model ``name``, with the options of :func:`load` and :func:`load_tensor_parallel`. ``is_gpu``: it is
+    for a GPU whose kernels read quantised weights."""
     if not name.strip():
         raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
     path = Path(name).expanduser()
     if path.is_file():
         check_gguf(path)
-        return load_gguf(path, dtype, rope_factor, weights, on_progress, arithmetic)
+        keep_planes = is_gpu and weights != "float32"
+        return load_gguf(path, dtype, rope_factor, weights, on_progress, arithmetic, keep_planes)
     if path.is_dir():
         on_progress(f"Loading the weights in {path}")
     elif path.suffix == ".gguf" or name[0] in "/.~" or name.count("/") > 1 or "\\" in name:  # no hub id
         raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
     else:
         on_progress(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
+    if is_gpu and weights == "stored":
+        raise CapabilityError(f"Stored weights on a GPU are for GGUF files, not {name}: leave weights out.")
     if arithmetic == "int8":
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
     keeps_stored = dtype == torch.float32 and bool(native.kernels() if weights is None else weights == "stored")

@@ -80,7 +80,7 @@ def remove_wrappers(model: nn.Module) -> None:
 def external_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields names and modules of a model's external linear layers."""
     for name, module in linears.linear_layers(model):
-        if hasattr(module, "kernel_weights"):  # our StoredLinear
+        if type(module).__module__.startswith("longdraft."):
             continue
         weight = getattr(module, "weight", None)
         # Linear layers that transformers' models define themselves, such as routers, are not external.

@@ -17,6 +17,7 @@ from torch import nn
 
 from longdraft.model.hosting import in_prefill
 from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
+from longdraft.model.quant.planes import PlanesLinear
 from longdraft.model.tensor_parallel import full_tensor, local_tensor
 from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
@@ -169,6 +170,20 @@ def stored_module(module: nn.Module, matrix: QuantizedMatrix, bias: torch.Tensor
     return StoredLinear(matrix, None if bias is None else bias.detach().float())
 
 
+def layer_matrix(module: nn.Module) -> QuantizedMatrix | None:
+    """Returns the matrix (out, in) of a layer with stored weights, its rows in the layer's order; None for another
+    module, and for a layer whose columns have another order or whose parts have several formats."""
+    if isinstance(module, StoredLinear):
+        return None if module.saved_by_parent else module.matrix
+    if not isinstance(module, ArrangedLinear) or module.columns is not None:
+        return None
+    matrices = [part.matrix for part in module.parts if isinstance(part, StoredLinear)]
+    if len({matrix.format for matrix in matrices}) > 1:
+        return None
+    data = torch.cat([matrix.data for matrix in matrices])
+    return QuantizedMatrix(data if module.rows is None else data[module.rows], matrices[0].format)
+
+
 def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
     """Returns the matrix in float32."""
     cpu_kernels = kernels() if matrix.data.device.type == "cpu" else None
@@ -205,11 +220,17 @@ def storage_tensors(weight: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from storage_tensors(part) if isinstance(part, torch.Tensor) else ()
 
 
+def has_weights(module: nn.Module) -> bool:
+    """True if a module has stored weights, or parameters of its own."""
+    return isinstance(module, StoredWeights | PlanesLinear) or any(True for _ in module.parameters(recurse=False))
+
+
 def weight_sample(module: nn.Module) -> torch.Tensor:
     """Returns evenly spaced elements of a module's stored matrix, or else of its first parameter."""
     if not isinstance(module, StoredWeights):
         # parameters() yields a module's own parameters before those of its children.
-        flat = next(storage_tensors(full_tensor(next(module.parameters()).detach()))).flatten()
+        own = module.weight if isinstance(module, PlanesLinear) else next(module.parameters()).detach()
+        flat = next(storage_tensors(full_tensor(own))).flatten()
         return flat[:: max(1, flat.numel() // _NUM_SAMPLES)]
     matrix = module.matrix
     rows, size = matrix.shape

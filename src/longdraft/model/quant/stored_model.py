@@ -18,7 +18,15 @@ from longdraft.huge_pages import take_prefaulted
 from longdraft.memory import memory_info
 from longdraft.model.fingerprint import record_mapped_files
 from longdraft.model.layers.skinny_gemm import is_half_matrix
-from longdraft.model.quant.stored import ArrangedLinear, StoredEmbedding, StoredWeights, dequantize, stored_module
+from longdraft.model.quant.planes import PlanesLinear, planes_of
+from longdraft.model.quant.stored import (
+    ArrangedLinear,
+    StoredEmbedding,
+    StoredWeights,
+    dequantize,
+    layer_matrix,
+    stored_module,
+)
 from longdraft.native import QuantizedMatrix, kernels
 from longdraft.native.boundary import allocate_bytes
 
@@ -83,20 +91,28 @@ def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
     return mark_as_stored(model) if tied else model
 
 
-def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a copy of a model with all weights dequantised to ``dtype``."""
+def dequantize_model(model: PreTrainedModel, dtype: torch.dtype, keep_planes: bool = False) -> PreTrainedModel:
+    """Returns a copy of a model with all weights dequantised to ``dtype``. With ``keep_planes``, linear layers keep
+    quantised weights for a GPU (:mod:`.planes`), except the head, whose matrix drafts read."""
     with init_empty_weights():
         copied = type(model)(copy.deepcopy(model.config))
     weights: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         state: dict[str, Any] = {}
+        matrix = layer_matrix(module) if keep_planes and module is not model.get_output_embeddings() else None
+        if matrix is not None and (planes := planes_of(matrix)) is not None:
+            bias = getattr(module, "bias", None)
+            copied.set_submodule(path, PlanesLinear(planes, matrix.shape[1], None if bias is None else bias.to(dtype)))
+            continue
         module._save_to_state_dict(state, f"{path}." if path else "", keep_vars=False)
         weights |= {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
-    copied.load_state_dict(weights, assign=True)
+    keys = copied.load_state_dict(weights, assign=True, strict=False)
+    assert not keys.unexpected_keys and not any(p.is_meta for p in copied.parameters())
     copied.config.dtype = dtype
     copied.tie_weights()
     copied.generation_config = copy.deepcopy(model.generation_config)
-    return copied.requires_grad_(False).train(model.training)
+    copied.requires_grad_(False).train(model.training)
+    return mark_as_stored(copied) if has_stored_weights(copied) else copied
 
 
 def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
@@ -108,7 +124,7 @@ def mark_as_stored(model: PreTrainedModel, *files: Path) -> PreTrainedModel:
 
 def has_stored_weights(model: nn.Module) -> bool:
     """True if a model has layers or embeddings with stored weights."""
-    return any(isinstance(m, StoredWeights) for m in model.modules())
+    return any(isinstance(m, StoredWeights | PlanesLinear) for m in model.modules())
 
 
 def is_repacked(model: nn.Module) -> bool:
