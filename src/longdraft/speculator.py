@@ -52,6 +52,8 @@ class StreamSettings(RequestSettings, total=False):
 
 def _check_keywords(call: str, settings: Mapping[str, Any], method_options: Iterable[str] = ()) -> None:
     """Raises ArgumentError if ``call`` (a key below, which the message completes) has a keyword of another call."""
+    if not settings:
+        return  # the methods' options, which are needed below, import all methods
     options = {name for method in METHODS.values() for name in method.options}
     keywords_by_call: dict[str, Iterable[str]] = {
         "generate(prompts": StreamSettings.__annotations__,

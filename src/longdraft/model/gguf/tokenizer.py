@@ -87,4 +87,15 @@ def build_tokenizer(field: Callable[[str], Any]) -> PreTrainedTokenizerBase:
             special_tokens=[{"id": "BOS", "ids": [int(bos)], "tokens": [tokens[int(bos)]]}],
         )
     special_tokens = {role: tokens[int(token_id)] for role, token_id in ids.items() if token_id is not None}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=field("chat_template"), **special_tokens)
+    handed_over: Any = _HandedOver(tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=handed_over, chat_template=field("chat_template"), **special_tokens)
+
+
+class _HandedOver:
+    """A tokenizer whose deep copy is itself: transformers copies what it is given, by way of JSON, in 0.3 seconds."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: Any) -> Tokenizer:
+        return self._tokenizer
