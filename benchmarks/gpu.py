@@ -9,8 +9,12 @@ steps         milliseconds of a forward of 1, 16 and 64 tokens (a plain step, tr
               with KV in int8
 transformers  the same tokens through the model's own forward with sdpa and a DynamicCache
 rounds        milliseconds of a round of each method, and of a plain step; drafts are random, so acceptance is forced:
-              the first --accepted nodes of a tree's first path are accepted
+              --accepted nodes of a tree's path are accepted; with the methods' trees and, for the longest and the
+              shortest context, with the planner's
 batches       the same rounds with a batch of eight sequences
+products      milliseconds of a layer of 1, 16 and 64 tokens with quantised weights, and with weights in 16 bits
+bounds        72 tokens in a store with memory for four times their context
+offloaded     rounds with the KV in host memory
 kernels       launches and longest kernels of a step without CUDA graphs, and of rounds, by torch's profiler
 
 Each figure is written to OUT/gpu.json at once; a unit that fails is written with its error. The most important units
@@ -47,8 +51,10 @@ from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine import loop
 from longdraft.engine.verifier import verify_trees
 from longdraft.model.gpu import merged_linear
+from longdraft.model.quant.planes import PlanesLinear, planes_of
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe_target
+from longdraft.native.quantized_matrix import QuantizedMatrix, quantize_blocks
 from longdraft.trees.tree import TokenTree
 
 EIGHT_B = {
@@ -204,10 +210,17 @@ def star(rows: int) -> TokenTree:
     return TokenTree(tuple(range(rows)), (-1, *[0] * (rows - 1)))
 
 
-def steps(model: PreTrainedModel, context: int, kv_dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """A forward of each number of tokens behind random keys and values (with int8: zeros)."""
+def steps(
+    model: PreTrainedModel,
+    context: int,
+    kv_dtype: torch.dtype | None = None,
+    rows: tuple[int, ...] = ROWS,
+    room: int = 1,
+) -> dict[str, Any]:
+    """A forward of each number of tokens behind random keys and values (with int8: zeros), in a store with memory for
+    ``room`` times the context."""
     runner = TargetRunner(model, kv_dtype=kv_dtype)
-    store = runner.new_store(1, context + max(ROWS))
+    store = runner.new_store(1, room * context + max(rows))
     if kv_dtype is None:
         for tensor in (store.keys, store.values):
             for layer in tensor:
@@ -215,9 +228,23 @@ def steps(model: PreTrainedModel, context: int, kv_dtype: torch.dtype | None = N
     store.lengths[0] = context
     found: dict[str, Any] = {"path": runner.attention_path, "recorded": runner.graphs.enabled}
     found["fused"] = bool(runner.execution_model.fused.layers)
-    for rows in ROWS:
-        found[f"rows_{rows}_ms"] = median_ms(lambda rows=rows: verify_trees(runner, store, [0], [star(rows)]))  # type: ignore[misc]
+    for n in rows:
+        found[f"rows_{n}_ms"] = median_ms(lambda n=n: verify_trees(runner, store, [0], [star(n)]))  # type: ignore[misc]
     return found
+
+
+def products(shape: dict[str, int], name: str) -> dict[str, Any]:
+    """A layer of the MLP of random weights in a format of GGUF, or in 16 bits."""
+    size, out = shape["hidden_size"] // 32 * 32, shape["intermediate_size"]
+    layer: torch.nn.Module = torch.nn.Linear(size, out, bias=False, dtype=DTYPE)
+    if name != "16 bits":
+        matrix = quantize_blocks(torch.randn(out, size), name)  # type: ignore[arg-type]
+        sorted_planes = planes_of(QuantizedMatrix(matrix, name))
+        assert sorted_planes is not None
+        layer = PlanesLinear(sorted_planes, size)
+    layer.to(DEVICE)
+    inputs = {rows: torch.randn(rows, size, device=DEVICE, dtype=DTYPE) for rows in ROWS}
+    return {f"rows_{rows}_ms": median_ms(lambda x=x: layer(x)) for rows, x in inputs.items()}  # type: ignore[misc]
 
 
 def transformers_steps(model: PreTrainedModel, context: int) -> dict[str, Any]:
@@ -258,16 +285,13 @@ def rounds(
 
 
 def with_forced_acceptance(sample_target_tokens: Callable[..., Any], accepted: int) -> Callable[..., Any]:
-    """:func:`longdraft.engine.accept.sample_target_tokens`, but the first nodes of a tree's first path are accepted."""
+    """:func:`longdraft.engine.accept.sample_target_tokens`, but ``accepted`` nodes of a tree are, if it is so deep."""
 
     def sample(trees: Any, *args: Any) -> Any:
         sampled = sample_target_tokens(trees, *args)
         for (tree, *_), tokens in zip(trees, sampled, strict=True):
-            node: int | None = 0
-            for _ in range(accepted):
-                node, parent = next((i for i, p in enumerate(tree.parents) if p == node), None), node
-                if node is None:
-                    break
+            path = tree.path(tree.depths.index(min(accepted, max(tree.depths))))
+            for parent, node in itertools.pairwise(path):
                 tokens[parent] = tree.tokens[node]
         return sampled
 
@@ -338,6 +362,11 @@ def main() -> int:
     for context in contexts:
         work = lambda context=context: steps(model, context, torch.int8)  # noqa: E731
         run.measure("steps", work, configuration="int8", context=context)
+    work = lambda: steps(model, contexts[len(contexts) // 2], rows=(72,), room=4)  # noqa: E731
+    run.measure("bounds", work, context=contexts[len(contexts) // 2])
+    for name in ("16 bits", "Q4_0", "Q8_0"):
+        shape = TINY if options.tiny else EIGHT_B
+        run.measure("products", lambda name=name, shape=shape: products(shape, name), weights=name)
     for context in contexts:
         run.measure("transformers", lambda context=context: transformers_steps(model, context), context=context)
     for rows, switches in itertools.product(ROWS, CONFIGURATIONS):
@@ -369,18 +398,30 @@ def main() -> int:
                 chosen = options_of(method)
 
                 def timed(
-                    method: str = method, chosen: Any = chosen, context: int = context, measured: Any = measured
-                ) -> dict[str, Any]:
+                    method: str = method, chosen: Any = chosen, context: int = context, measured: Any = measured,
+                    plan: Any = "fixed",
+                ) -> dict[str, Any]:  # fmt: skip
                     nonlocal cache
                     if cache is None:
                         eagle3 = Speculator("eagle3", target=model, draft=drafts["eagle3"])
                         cache = PromptCache(eagle3.feature_layers())
-                    spec = Speculator(method, target=model, plan="fixed", **chosen)
+                    spec = Speculator(method, target=model, plan=plan, **chosen)
                     return measured(spec, prompt[:context], tokens, cache)
 
                 with switched(*switches):
                     unit = {"configuration": " ".join(switches), "method": method, "context": context}
                     run.measure("rounds" if measured is rounds else "kernels of rounds", timed, **unit)
+                    is_default = measured is rounds and switches == CONFIGURATIONS[0]
+                    if is_default and method in ("longspec", "eagle3") and context in (contexts[0], contexts[-1]):
+                        run.measure("rounds", lambda timed=timed: timed(plan="auto"), **unit, plan="auto")
+        for method in ("ar", "specpv"):
+            chosen = options_of(method)
+
+            def offloaded(method: str = method, chosen: Any = chosen) -> dict[str, Any]:
+                spec = Speculator(method, target=model, plan="fixed", offload="host", **chosen)
+                return rounds(spec, prompt, tokens)
+
+            run.measure("offloaded", offloaded, method=method, context=contexts[-1])
     failed = [row for row in run.rows if "failed" in row]
     left = sum("left_out" in row for row in run.rows)
     print(f"{len(run.rows) - len(failed) - left} measured, {len(failed)} failed, {left} left out: {run.file}")

@@ -22,7 +22,8 @@ def test_the_timing_script(tmp_path):
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert not [row for row in rows if "failed" in row or "left_out" in row]
-    kinds = {"machine", "steps", "transformers", "kernels", "rounds", "batches", "kernels of rounds"}
+    kinds = {"machine", "steps", "bounds", "products", "transformers", "kernels", "rounds", "batches"}
+    kinds |= {"kernels of rounds", "offloaded"}
     assert {row["what"] for row in rows} == kinds
     rounds = {row["method"]: row for row in rows if row["what"] == "rounds"}
     assert {"ar", "longspec", "eagle3", "self", "specpv"} <= set(rounds)

@@ -12,12 +12,11 @@ pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 pytest.importorskip("triton")
 
-from longdraft import Speculator
+from longdraft import LoadedModel, Speculator
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf.loading import load_gguf
 from longdraft.model.gpu import planes_kernel
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
-from longdraft.model.load.checkpoints import LoadedModel
 from longdraft.model.quant import planes
 from longdraft.model.shared_parts import describe_target
 from longdraft.native.quantized_matrix import QUANT_SIZES, QuantizedMatrix

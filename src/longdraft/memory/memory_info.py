@@ -39,8 +39,10 @@ def available_bytes(device: torch.device) -> int | None:
         # Memory that torch's allocator has reserved but does not use is available too, except in pools of CUDA graphs.
         index = torch.cuda.current_device() if device.index is None else device.index
         segments = torch.cuda.memory_snapshot() if torch.cuda.get_allocator_backend() == "native" else []
-        own = [s for s in segments if s["device"] == index and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)]
-        return int(free) + sum(segment["total_size"] - segment["allocated_size"] for segment in own)
+        default_pool = [
+            s for s in segments if s["device"] == index and tuple(s.get("segment_pool_id", (0, 0))) == (0, 0)
+        ]
+        return int(free) + sum(segment["total_size"] - segment["allocated_size"] for segment in default_pool)
     return available_host_bytes() if device.type == "cpu" else None
 
 

@@ -229,8 +229,8 @@ def weight_sample(module: nn.Module) -> torch.Tensor:
     """Returns evenly spaced elements of a module's stored matrix, or else of its first parameter."""
     if not isinstance(module, StoredWeights):
         # parameters() yields a module's own parameters before those of its children.
-        own = module.weight if isinstance(module, PlanesLinear) else next(module.parameters()).detach()
-        flat = next(storage_tensors(full_tensor(own))).flatten()
+        weight = module.weight if isinstance(module, PlanesLinear) else next(module.parameters()).detach()
+        flat = next(storage_tensors(full_tensor(weight))).flatten()
         return flat[:: max(1, flat.numel() // _NUM_SAMPLES)]
     matrix = module.matrix
     rows, size = matrix.shape
