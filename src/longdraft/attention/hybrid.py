@@ -54,18 +54,18 @@ class HybridMetadata:
     Attributes:
         slots: (B,) int32.
         prefix_starts: (B + 1,) int32, flat index of each prefix's first entry. The kernels want a last, unused element.
+        counts: (B + 1,) int32, the numbers 0 to B.
         prefix_lens: (B,) int32.
         max_prefix_len: upper bound on prefix_lens, a host integer. The kernels split keys by it.
-        empty_prefixes: (B, 1, 1) bool, True for an empty prefix; None if no prefix is empty.
         tree_indices: (B * W,) int32, flat indices of the tree's entries.
         tree_bias: (B, 1, 1, T, W) float32, -inf where token i may not attend to tree token j, else 0.
     """
 
     slots: torch.Tensor
     prefix_starts: torch.Tensor
+    counts: torch.Tensor
     prefix_lens: torch.Tensor
     max_prefix_len: int
-    empty_prefixes: torch.Tensor | None
     tree_indices: torch.Tensor
     tree_bias: torch.Tensor
 
@@ -78,7 +78,6 @@ class HybridMetadata:
         max_prefix_len: int,
         mask: torch.Tensor,
         kv_starts: torch.Tensor | None = None,
-        prefixes_nonempty: bool = False,
     ) -> HybridMetadata:
         """Builds the metadata of a batch of prefixes, each with a tree behind it.
 
@@ -86,8 +85,8 @@ class HybridMetadata:
             keys: (slots, Hkv, capacity, d). Only the layout is read.
             slots, prefix_lens, kv_starts: (B,) int32. The prefix of sequence b is [kv_start, kv_start + prefix_len) in
                 the sequence's slot, and the tree follows. ``kv_starts`` of None: all start at 0.
-            mask: (B, T, W) bool, True where token i may attend to token j of the tree; W may be 0.
-            prefixes_nonempty: True if the caller knows that no prefix is empty.
+            mask: (B, T, W) bool, True where token i may attend to token j of the tree; W may be 0, without empty
+                prefixes.
         """
         prefix_starts = slots * slot_stride(keys)
         if kv_starts is not None:
@@ -99,9 +98,9 @@ class HybridMetadata:
         return cls(
             slots=slots,
             prefix_starts=torch.cat([prefix_starts, prefix_starts.narrow(0, 0, 1)]),
+            counts=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
             prefix_lens=prefix_lens,
             max_prefix_len=max_prefix_len,
-            empty_prefixes=None if prefixes_nonempty else (prefix_lens == 0).view(-1, 1, 1),
             tree_indices=tree_indices.flatten(),
             tree_bias=tree_bias.unsqueeze(1).unsqueeze(1),
         )
@@ -142,15 +141,12 @@ def attend_prefix_and_tree(
 ) -> torch.Tensor:
     """Attends to prefix and tree, and merges the results. Returns (B, Hq, T, d)."""
     o, lse = _prefix_attention(q, keys, values, metadata, scale)
-    if metadata.empty_prefixes is not None:
-        # The kernels return infinity or NaN for an empty prefix, which must not contribute.
-        o = o.masked_fill(metadata.empty_prefixes.unsqueeze(-1), 0)
-        lse = lse.masked_fill(metadata.empty_prefixes, float("-inf"))
     if not metadata.tree_bias.shape[-1]:
         return o
     kernel_op, reference_op = torch.ops.longdraft.merge_tree_attention, tree_attention.merge_tree_attention
     merge = kernel_op if tree_attention.uses_kernel(q, keys) else reference_op
-    out: torch.Tensor = merge(q, keys, values, o, lse, metadata.tree_indices, metadata.tree_bias, scale)
+    tree = metadata.prefix_lens, metadata.tree_indices, metadata.tree_bias
+    out: torch.Tensor = merge(q, keys, values, o, lse, *tree, scale)
     return out
 
 
@@ -163,13 +159,9 @@ def _metadata_of(batch: ForwardBatch, keys: torch.Tensor, num_prefix_tokens: int
             mask = torch.zeros(batch.batch_size, batch.query_len, 0, dtype=torch.bool, device=keys.device)
         elif mask is None:
             mask = batch.tree_mask(0, keys.device).expand(batch.batch_size, -1, -1)
-        # Only prefix attention has batches without a tree, and its prefixes are never empty.
-        nonempty_on_host = not batch.is_captured and min(batch.prefix_lens, default=1) > 0
-        prefixes_nonempty = num_prefix_tokens > 0 or not batch.tree_len or nonempty_on_host
         prefix_lens = batch.prefix_lens_t + num_prefix_tokens if num_prefix_tokens else batch.prefix_lens_t
         max_prefix_len = max(batch.prefix_lens, default=0) + num_prefix_tokens
-        prefixes = batch.slots_t, prefix_lens, max_prefix_len
-        batch.metadata[key] = HybridMetadata.build(keys, *prefixes, mask, prefixes_nonempty=prefixes_nonempty)
+        batch.metadata[key] = HybridMetadata.build(keys, batch.slots_t, prefix_lens, max_prefix_len, mask)
     metadata: HybridMetadata = batch.metadata[key]
     return metadata
 
@@ -190,10 +182,10 @@ def _flash_attention(
     folded = q.reshape(batch_size, kv_heads, -1, d)
     if is_single_query:  # the kernel splits keys only if a KV head has two queries or more
         folded = folded.expand(-1, -1, 2, -1)
-    cu_seqlens = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device)
     results = torch.ops.aten._flash_attention_forward(
-        folded.reshape(batch_size, -1, d), flatten_kv(keys), flatten_kv(values), cu_seqlens, metadata.prefix_starts,
-        1, metadata.max_prefix_len, 0.0, False, False, scale=scale, seqused_k=metadata.prefix_lens,
+        folded.reshape(batch_size, -1, d), flatten_kv(keys), flatten_kv(values), metadata.counts,
+        metadata.prefix_starts, 1, metadata.max_prefix_len, 0.0, False, False, scale=scale,
+        seqused_k=metadata.prefix_lens,
     )  # fmt: skip  # max_q, max_k, dropout_p, is_causal, return_debug_mask, ...
     o, lse = results[0].view(batch_size, kv_heads, -1, d), results[1].t().reshape(batch_size, kv_heads, -1)
     if is_single_query:

@@ -45,6 +45,7 @@ def merge_tree_attention(
     values: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    prefix_lens: torch.Tensor,
     tree_indices: torch.Tensor,
     tree_bias: torch.Tensor,
     scale: float,
@@ -54,8 +55,9 @@ def merge_tree_attention(
     Args:
         q: (B, Hq, T, d).
         keys, values: the KV cache (slots, Hkv, capacity, d), contiguous in d.
-        o, lse: output (B, Hq, T, d) and log-sum-exp (B, Hq, T), float32, of the attention to the prefix; 0 and -inf if
+        o, lse: output (B, Hq, T, d) and log-sum-exp (B, Hq, T), float32, of the attention to the prefix; undefined if
             the prefix is empty.
+        prefix_lens: (B,) int32.
         tree_indices: (B*W,) int32, indices of the tree's entries in the list of :func:`flatten_kv`.
         tree_bias: (B, 1, 1, T, W) float32, -inf where token i may not attend to tree token j, else 0.
 
@@ -63,7 +65,8 @@ def merge_tree_attention(
         (B, Hq, T, d) in q's dtype, laid out in memory as (B, T, Hq, d).
     """
     (batch_size, heads, query_len, d), kv_heads, tree_len = q.shape, keys.shape[1], tree_bias.shape[-1]
-    group = heads // kv_heads
+    group, empty = heads // kv_heads, (prefix_lens == 0).view(-1, 1, 1)
+    o, lse = o.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
     k, v = (flatten_kv(x).index_select(0, tree_indices).float() for x in (keys, values))
     k, v = (x.view(batch_size, tree_len, kv_heads, d) for x in (k, v))
     scores = q.float().reshape(batch_size, kv_heads, group * query_len, d) @ k.permute(0, 2, 3, 1)
@@ -103,7 +106,8 @@ def _kernel_matches(device: torch.device, dtype: torch.dtype, d: int, group: int
     tree_indices = torch.tensor(indices, dtype=torch.int32, device=device)
     shape = (batch_size, 1, 1, query_len, query_len)
     tree_bias = torch.full(shape, float("-inf"), device=device, dtype=torch.float32).triu(1)
-    arguments = q, keys, values, o, lse, tree_indices, tree_bias, d**-0.5
+    lens = torch.tensor(prefix_lens, dtype=torch.int32, device=device)
+    arguments = q, keys, values, o, lse, lens, tree_indices, tree_bias, d**-0.5
     try:
         actual = torch.ops.longdraft.merge_tree_attention(*arguments).float()
         expected = merge_tree_attention(*arguments).float()

@@ -30,7 +30,7 @@ LOG2_E_CONST = tl.constexpr(LOG2_E)  # kernels read only constexpr globals
 
 @triton.jit(do_not_specialize=["T", "tree_len"])  # else new sizes would be compiled while decoding
 def tree_attention_kernel(
-    q, k, v, o, lse, tree_indices, tree_bias, out, scale, T, tree_len, kv_heads,
+    q, k, v, o, lse, prefix_lens, tree_indices, tree_bias, out, scale, T, tree_len, kv_heads,
     q_b, q_head, q_t, q_d, k_head, k_n, v_head, v_n, o_b, o_head, o_t, o_d, lse_b, lse_head, lse_t,
     bias_b, bias_i, bias_j, out_b, out_head, out_t, out_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -50,9 +50,11 @@ def tree_attention_kernel(
 
     q_tile = load_queries(q + b * q_b + first_head * q_head, rows, T, q_head, q_t, q_d, R, HEAD_DIM, BLOCK_D)
     prefix_out = load_queries(o + b * o_b + first_head * o_head, rows, T, o_head, o_t, o_d, R, HEAD_DIM, BLOCK_D)
-    acc = prefix_out.to(tl.float32)
+    # The prefix attention's results for an empty prefix are undefined.
+    is_empty = tl.load(prefix_lens + b) == 0
+    acc = tl.where(is_empty, 0.0, prefix_out.to(tl.float32))
     lse_ptr = lse + b * lse_b + (first_head + g) * lse_head + i * lse_t
-    m = tl.load(lse_ptr, mask=row_mask, other=float("-inf")) * LOG2_E_CONST
+    m = tl.where(is_empty, float("-inf"), tl.load(lse_ptr, mask=row_mask, other=float("-inf")) * LOG2_E_CONST)
     z = tl.where(m == float("-inf"), 0.0, 1.0)  # the prefix's weight 2^(m - m) = 1; 0 if it is empty
     for start in range(0, tree_len, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -80,6 +82,7 @@ def merge_tree_attention(
     values: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
+    prefix_lens: torch.Tensor,
     tree_indices: torch.Tensor,
     tree_bias: torch.Tensor,
     scale: float,
@@ -93,8 +96,8 @@ def merge_tree_attention(
     block_n, block_d = key_tile(q)
     with torch.cuda.device_of(q):
         tree_attention_kernel[(triton.cdiv(group * query_len, TILE_ROWS), batch_size * kv_heads)](
-            q, keys, values, o, lse, tree_indices, tree_bias, out, scale * LOG2_E, query_len, tree_len, kv_heads,
-            *q.stride(), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), *o.stride(), *lse.stride(),
+            q, keys, values, o, lse, prefix_lens, tree_indices, tree_bias, out, scale * LOG2_E, query_len, tree_len,
+            kv_heads, *q.stride(), *keys.stride()[1:3], *values.stride()[1:3], *o.stride(), *lse.stride(),
             *(tree_bias.stride(axis) for axis in (0, 3, 4)), *out.stride(), GROUP=group, HEAD_DIM=d, BLOCK_D=block_d,
             BLOCK_M=TILE_ROWS, BLOCK_N=block_n, DOT=DOT_TYPES[q.dtype], num_warps=WARPS, num_stages=2,
         )  # fmt: skip

@@ -362,7 +362,7 @@ class KVStore:
             if self.features is not None:
                 yield self.features[slot]
 
-        move_path(n, path, self.device, tensors_from)
+        move_path(n, path, tensors_from)
         for states in self._own_states:
             states.commit(slot, n, path)
         self.lengths[slot] = n + len(path)

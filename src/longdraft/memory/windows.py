@@ -154,7 +154,7 @@ class WindowKVCache:
 
     def commit(self, slot: int, base_len: int, path: Sequence[int]) -> None:
         tensors = self.keys[:, slot], self.values[:, slot]
-        move_path(base_len - self.start_positions[slot], path, self.device, lambda first: tensors)
+        move_path(base_len - self.start_positions[slot], path, lambda first: tensors)
         self._end_positions[slot] = base_len + len(path)
 
     def restorable_length(self, slot: int, length: int) -> int:
