@@ -216,7 +216,7 @@ def test_evidence_fades():
 
 
 class OnItself(SuffixDrafter):
-    self_draft_cost = SelfDraftCost(lambda length: min(length, 1000), prior_acceptance=0.8)
+    self_draft_cost = SelfDraftCost(lambda length: min(length, 1000), 1.0, lambda length: 0.8)
 
 
 @pytest.mark.parametrize(("length", "asked"), [(100, False), (100_000, True)])

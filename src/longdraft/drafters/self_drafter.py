@@ -82,12 +82,11 @@ class ViewOptions(Options):
 NEW_TOKENS_DIVISOR, MIN_NEW_TOKENS = 4, 64
 # {view: verifications from one selection of chunks to the next}, and the number for all other views.
 RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
-# Acceptance rates that a planner assumes at first, as measured (docs/self-drafting.md): of view=all; of a view of 512
-# entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
+# Acceptance rates that a planner assumes at first, as measured (docs/self-drafting.md): of a view that holds the whole
+# context; of a view of 512 entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
 FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
+QUANTIZED_ACCEPTANCE = 0.95  # factor on them if the draft's weights are quantised
 ATTENTION_BUDGET = 2048  # default budget of view=attention with an int8 view (docs/self-drafting.md)
-# Time of a forward with weights quantised for drafting, as a fraction of the target's time (docs/self-drafting.md).
-QUANTIZED_FORWARD_RATIO = 0.8
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,14 @@ class SelfDrafter(TreeDrafter):
     def self_draft_cost(self) -> SelfDraftCost:
         kv_dtype, view = self.runner.kv_dtype, self.view
         relative_size = (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
-        ratio = QUANTIZED_FORWARD_RATIO if self.fused_lm is not None and self.fused_lm.is_quantized else 1.0
-        return SelfDraftCost(lambda length: min(length, view.size) * relative_size, ratio, self.prior_acceptance)
+        ratio = 1.0 if self.fused_lm is None else self.fused_lm.forward_ratio
+        return SelfDraftCost(lambda length: min(length, view.size) * relative_size, ratio, self._prior_acceptance)
+
+    def _prior_acceptance(self, length: int) -> float:
+        """Returns the assumed acceptance rate in a context of ``length`` tokens."""
+        acceptance = FULL_ACCEPTANCE if length <= self.view.size else self.prior_acceptance
+        is_quantized = self.fused_lm is not None and self.fused_lm.forward_ratio < 1.0
+        return QUANTIZED_ACCEPTANCE * acceptance if is_quantized else acceptance
 
     def needs(self, runner: TargetRunner) -> DraftNeeds:
         """Returns the queries of all layers if the view selects entries, because each layer selects by its own."""
@@ -218,7 +223,9 @@ class SelfDrafter(TreeDrafter):
 
     def calibrator(self, sequence: Sequence) -> AcceptanceCalibrator:
         """Returns a sequence's acceptance calibrator, and makes it on first use."""
-        return self._calibrators.setdefault(sequence.index, AcceptanceCalibrator(self.prior_acceptance))
+        return self._calibrators.setdefault(
+            sequence.index, AcceptanceCalibrator(self._prior_acceptance(sequence.length))
+        )
 
     @torch.inference_mode()
     def update_views(self, sequences: SequenceOf[Sequence]) -> None:

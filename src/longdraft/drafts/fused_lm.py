@@ -12,26 +12,42 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.store import KVStore
+from longdraft.model.layers.fused import bits_per_weight
 from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.model.rope import NO_ROTATION, CosSin, depends_on_length, rotary_module
 from longdraft.model.runner import TargetRunner
 from longdraft.native import DecoderStack, kernels
 from longdraft.native.boundary import CPU_FLOAT32
 
+# Time of a forward in float32 arithmetic with weights quantised for drafting, as a fraction of the target's time.
+QUANTIZED_FORWARD_RATIO = 0.8
 _TABLE_MARGIN = 4096  # a new table has this many positions beyond those needed, so that it seldom grows
+
+
+def num_bytes(stack: DecoderStack) -> float:
+    """Returns the bytes of the matrices of a stack and its head."""
+    matrices = [matrix for layer in stack.layers for matrix, _ in layer.projections]
+    matrices += [] if stack.head is None else [stack.head[0]]
+    return sum(matrix.shape[0] * matrix.shape[1] * bits_per_weight([matrix]) for matrix in matrices) / 8
 
 
 class FusedLM:
     """Runs the hosted model of a runner over a few tokens, by the kernels. ``stack``: the model's layers and head.
 
     Attributes:
-        is_quantized: True if ``stack`` is a quantised copy, not the weights with which the model itself decodes."""
+        forward_ratio: seconds of a forward / seconds of the model's own, as assumed before they are measured. It is
+            below 1 if ``stack`` is a quantised copy of the weights with which the model itself decodes."""
 
     def __init__(self, runner: TargetRunner, stack: DecoderStack) -> None:
         cpu_kernels, layer_kinds = kernels(), runner.execution_model.fused.layer_kinds
         assert cpu_kernels is not None and layer_kinds is not None
         self._kernels, self._stack, self._kinds = cpu_kernels, stack, layer_kinds
-        self.is_quantized = stack is not runner.execution_model.fused.stack
+        own_stack = runner.execution_model.fused.stack
+        self.forward_ratio = 1.0
+        if own_stack is not None and stack is not own_stack:
+            # In int8 arithmetic a forward takes the time to read the weights.
+            ratio = num_bytes(stack) / num_bytes(own_stack)
+            self.forward_ratio = ratio if runner.arithmetic == "int8" else QUANTIZED_FORWARD_RATIO
         self._embedding = runner.model.get_input_embeddings()
         # LayerKind.rope (a name, as models can have several RoPEs) -> cos and sin (2, positions, d).
         self._cos_sin_tables: dict[str, torch.Tensor] = {}

@@ -39,12 +39,12 @@ class SelfDraftCost:
     Attributes:
         kv_tokens_read: (number of tokens of the context) -> number of KV entries that a draft forward reads.
         forward_ratio: seconds of a draft forward / seconds of a target forward; below 1 if the weights are quantized.
-        prior_acceptance: acceptance probability of a draft token; 0: unknown.
+        prior_acceptance: (number of tokens of the context) -> acceptance probability of a draft token.
     """
 
     kv_tokens_read: Callable[[int], float]
-    forward_ratio: float = 1.0
-    prior_acceptance: float = 0.0
+    forward_ratio: float
+    prior_acceptance: Callable[[int], float]
 
 
 class Drafter(ABC):

@@ -23,6 +23,8 @@ _BIN_WIDTH, _NUM_BINS = 0.5, 12
 PRIOR_WEIGHT = 4.0  # number of observations that a prior counts as
 # Tokens that a draft is assumed to add in a plain step of time. By this value a bad draft is given up in two rounds.
 PRIOR_TOKENS_PER_STEP = 4 / 3
+# The weight of a prior that is known for the kind of draft: one unlucky round does not end it.
+KNOWN_PRIOR_WEIGHT = 12.0
 # Longest chain that :meth:`PriorDraftGain.assume_best_chain` considers.
 MAX_ASSUMED_CHAIN = 8
 # Factor on earlier evidence in each round, so that about the last hundred rounds count.
@@ -64,12 +66,13 @@ class PriorDraftGain:
     """The assumed gain of a draft before its first use."""
 
     extra_steps: float  # time that drafting adds to a round, in plain steps
-    expected_tokens: float | None = None  # tokens that drafting adds to a round; None: :data:`PRIOR_TOKENS_PER_STEP`
+    tokens_per_step: float = PRIOR_TOKENS_PER_STEP  # tokens that drafting adds in a plain step of its time
+    weight: float = PRIOR_WEIGHT  # number of rounds that this counts as
 
     @property
     def added_tokens(self) -> float:
         """Tokens that drafting is assumed to add to a round."""
-        return PRIOR_TOKENS_PER_STEP * self.extra_steps if self.expected_tokens is None else self.expected_tokens
+        return self.tokens_per_step * self.extra_steps
 
     @property
     def is_worthwhile(self) -> bool:
@@ -79,17 +82,18 @@ class PriorDraftGain:
     def assume_best_chain(self, acceptance: float, steps_per_token: float) -> None:
         """Sets the gain to that of the chain whose length emits the most tokens per plain step.
         ``acceptance``: probability that one token is accepted. ``steps_per_token``: time to draft and verify it."""
-        tokens, best_rate = 0.0, 0.0
+        tokens, best_rate, self.weight = 0.0, 0.0, KNOWN_PRIOR_WEIGHT
         for length in range(1, MAX_ASSUMED_CHAIN + 1):
             tokens += acceptance**length
             rate = (1.0 + tokens) / (1.0 + length * steps_per_token)
             if rate > best_rate:
-                best_rate, self.expected_tokens, self.extra_steps = rate, tokens, length * steps_per_token
+                best_rate, self.extra_steps = rate, length * steps_per_token
+                self.tokens_per_step = tokens / self.extra_steps
 
 
 class DraftGain:
     """The learned gain of drafting in a round: added tokens, if a lookup proposed none of them, and added time.
-    ``prior``: gain that counts as ``PRIOR_WEIGHT`` rounds. A sequence's prior is the gain over all sequences."""
+    ``prior``: gain that counts as ``prior.weight`` rounds. A sequence's prior is the gain over all sequences."""
 
     def __init__(self, prior: PriorDraftGain | DraftGain) -> None:
         self._prior = prior
@@ -97,14 +101,19 @@ class DraftGain:
         self._uses, self._patience = 0, 1  # consecutive rounds with the draft; the decay's slowness without the draft
 
     @property
+    def weight(self) -> float:
+        """Number of rounds that the prior counts as."""
+        return self._prior.weight
+
+    @property
     def added_tokens(self) -> float:
         """Added tokens of a round: mean of a Gamma posterior for Poisson counts with exposure ``new_fraction``."""
-        return (PRIOR_WEIGHT * self._prior.added_tokens + self._added_tokens) / (PRIOR_WEIGHT + self._new_fractions)
+        return (self.weight * self._prior.added_tokens + self._added_tokens) / (self.weight + self._new_fractions)
 
     @property
     def extra_steps(self) -> float:
         """Time that drafting adds to a round, in plain steps."""
-        return (PRIOR_WEIGHT * self._prior.extra_steps + self._extra_steps) / (PRIOR_WEIGHT + self._rounds)
+        return (self.weight * self._prior.extra_steps + self._extra_steps) / (self.weight + self._rounds)
 
     def observe(self, added_tokens: float, new_fraction: float, extra_steps: float) -> None:
         """Counts a round with the draft. ``added_tokens``: accepted tokens that only the draft proposed.

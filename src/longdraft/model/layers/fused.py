@@ -7,7 +7,7 @@ their results equal those of the model's own code (:func:`longdraft.model.probes
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -38,6 +38,10 @@ from longdraft.native.delta import GatedDeltaNetLayer
 from longdraft.native.structures import LinearWeights
 
 logger = logging.getLogger("longdraft")
+
+# A model in int8 arithmetic drafts on a copy in four bits if its layers have at least this many bits a weight, as in
+# Q8_0. Q6_K and Q5_K (6.6 and 5.5) are read nearly as fast as four bits.
+MIN_BITS_TO_QUANTIZE = 7.0
 
 
 class FusedLayers:
@@ -142,19 +146,22 @@ class FusedLayers:
     def draft_stack(self) -> DecoderStack | None:
         """The stack with which the model drafts for itself. Layers have at most 4 bits a weight, the head at most 8.
 
-        It is :attr:`stack` if the arithmetic is int8, or after :meth:`quantize_for_draft`. It is None if there is no
-        stack, if a layer is recurrent, or if the quantised copy does not fit into memory."""
+        It is :attr:`stack` after :meth:`quantize_for_draft`, or if the arithmetic is int8 and four bits would hardly
+        save bytes. It is None if there is no stack, if a layer is recurrent, or if the arithmetic is another and the
+        quantised copy does not fit into memory."""
         if self.stack is None or self._recurrent_layers:
             return None
-        if self._int8 or self._is_quantized_for_draft:
+        matrices = [matrix for layer in self.stack.layers for matrix, _ in layer.projections]
+        is_small = self._int8 and bits_per_weight(matrices) < MIN_BITS_TO_QUANTIZE
+        if is_small or self._is_quantized_for_draft:
             return self.stack
-        sizes = [quantized_draft_bytes(matrix, 4) for layer in self.stack.layers for matrix, _ in layer.projections]
+        sizes = [quantized_draft_bytes(matrix, 4) for matrix in matrices]
         sizes += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
         try:
             memory_info.require_bytes(sum(sizes), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafting uses the target's own weights, not a quantised copy: %s", error)
-            return None
+            return self.stack if self._int8 else None
         return self.stack.map_weights(partial(_quantized_for_draft, bits=4), _quantized_for_draft)
 
     def can_run(self, store: KVStore, batch: ForwardBatch) -> bool:
@@ -229,6 +236,13 @@ class FusedLayers:
             level = logging.WARNING if self.on_gpu else logging.INFO
             logger.log(level, "Layers run by their own code, not by fused kernels: %s", reason_of(error))
         return False
+
+
+def bits_per_weight(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> float:
+    """Returns the mean number of bits of a weight, scales included."""
+    sizes = [matrix.shape[0] * matrix.shape[1] for matrix in matrices]
+    bits = [x.bits_per_weight if isinstance(x, QuantizedMatrix) else 8 * x.itemsize for x in matrices]
+    return sum(n * b for n, b in zip(sizes, bits, strict=True)) / sum(sizes)
 
 
 def _in_int8(weights: LinearWeights) -> LinearWeights:
