@@ -69,24 +69,24 @@ def test_a_model_that_drafts_for_itself_needs_memory_for_what_is_copied_alone(ki
     write_gguf(tmp_path / "a.gguf", kind=kind, words=kind)
     runner = TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="float32").model)
     monkeypatch.setattr(memory_info, "available_bytes", lambda device: 0)
-    assert (runner.execution_model.fused.draft_stack is None) is copied
+    assert (runner.execution_model.fused.draft_stack() is None) is copied
 
 
 @pytest.mark.parametrize(("kind", "copied"), [("Q4_0", False), ("Q5_0", False), ("Q8_0", True)])
-def test_a_model_in_eight_bits_drafts_on_a_copy_in_four(kind, copied, tmp_path, monkeypatch):
+def test_a_model_in_eight_bits_drafts_on_a_copy_in_four_if_it_is_asked_to(kind, copied, tmp_path, monkeypatch):
     write_gguf(tmp_path / "a.gguf", kind=kind, words="Q8_0")
     model = load(tmp_path / "a.gguf", device="cpu", arithmetic="int8").model
     runner = TargetRunner(model)
-    stack, fused_lm = runner.execution_model.fused.draft_stack, FusedLM.from_runner(runner)
-    assert (stack is not runner.execution_model.fused.stack) is copied
-    assert (fused_lm.forward_ratio < 1) is copied
+    fused = runner.execution_model.fused
+    assert fused.draft_stack() is fused.stack and (fused.draft_stack("q4_0") is not fused.stack) is copied
+    assert (FusedLM.from_runner(runner, "q4_0").forward_ratio < 1) is copied
     prompt = [[3, 9, 4, 7, 2, 5] * 9]
     expected, found = (
         Speculator(name, target=model, plan="fixed", **options).generate(prompt, max_new_tokens=24, eos_token_ids=[])[0]
-        for name, options in (("ar", {}), ("self", {"depth": 3}))
+        for name, options in (("ar", {}), ("self", {"depth": 3, "draft_weights": "q4_0"}))
     )
     assert found.token_ids == expected.token_ids and 0 < found.accepted <= found.drafted
     assert not copied or found.accepted < found.drafted
     without = TargetRunner(load(tmp_path / "a.gguf", device="cpu", arithmetic="int8").model).execution_model.fused
     monkeypatch.setattr(memory_info, "available_bytes", lambda device: 0)
-    assert without.draft_stack is without.stack
+    assert without.draft_stack("q4_0") is without.stack

@@ -99,6 +99,11 @@ class SelfOptions(ViewOptions):
         help="all: all tokens, in int8; streaming: first and last tokens; others: also the best tokens by this scorer",
         usual="attention; magicdec: snapkv; quantspec: all",
     )
+    draft_weights: str | None = option(
+        choices=("own", "q4_0"),
+        help="weights of draft forwards on a CPU; q4_0: a copy in four bits, if the model's have seven or more",
+        usual="own; float32 arithmetic: q4_0",
+    )
 
     def make_view(self) -> View:
         """Makes the view, without space for new tokens. Raises ValueError if the sizes do not fit the view."""
@@ -155,7 +160,7 @@ class SelfDrafter(TreeDrafter):
         config, tree_options = parse("self-drafting", options, SelfOptions, TreeOptions)
         view = config.view
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
-        self.view_dtype = parse_dtype(dtype)
+        self.view_dtype, self._draft_weights = parse_dtype(dtype), config.draft_weights
         # With default options, view=attention is in int8 if the target's kernels can round KV (see :meth:`bind`).
         self._prefers_int8 = view == "attention" and config.budget is None and config.view_dtype is None
         sized_view = (replace(config, budget=ATTENTION_BUDGET) if self._prefers_int8 else config).make_view()
@@ -202,7 +207,7 @@ class SelfDrafter(TreeDrafter):
             return runner.new_store(slots, capacity, features, resident=True, dtype=self.view_dtype, with_states=False)
 
         self.cache = SparseKVCache(store, new_store, self.view, self.scratch_entries)
-        self.fused_lm = FusedLM.from_runner(runner)
+        self.fused_lm = FusedLM.from_runner(runner, self._draft_weights)
 
     @property
     def scratch_entries(self) -> int:

@@ -53,11 +53,12 @@ class FusedLM:
         self._cos_sin_tables: dict[str, torch.Tensor] = {}
 
     @classmethod
-    def from_runner(cls, runner: TargetRunner) -> FusedLM | None:
-        """Makes a FusedLM, or returns None if our kernels cannot run the model or its RoPE depends on the length."""
+    def from_runner(cls, runner: TargetRunner, weights: str | None = None) -> FusedLM | None:
+        """Makes a FusedLM, or returns None if our kernels cannot run the model or its RoPE depends on the length.
+        ``weights``: as for :meth:`longdraft.model.layers.fused.FusedLayers.draft_stack`."""
         if not runner.allows_fusion or depends_on_length(rotary_module(runner.model)):
             return None
-        stack = runner.execution_model.fused.draft_stack
+        stack = runner.execution_model.fused.draft_stack(weights)
         return None if stack is None else cls(runner, stack)
 
     @staticmethod

@@ -118,7 +118,12 @@ def fake_quantize_int8(x: torch.Tensor, format: str) -> torch.Tensor:
 def quantize_blocks(rows: torch.Tensor, format: Literal["Q8_0", "Q4_0"]) -> torch.Tensor:
     """Quantizes floats (n, in) as ggml does; returns the bytes of the blocks (n, bytes of a row) uint8."""
     blocks = rows.float().unflatten(1, (-1, 32))
-    largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+    highest, lowest = blocks.amax(2, keepdim=True), blocks.amin(2, keepdim=True)
+    largest = torch.where(highest > -lowest, highest, lowest)
+    # Of two numbers of one magnitude ggml takes the first.
+    ties = (highest == -lowest).squeeze(2)
+    tied = blocks[ties]
+    largest[ties] = tied.gather(1, tied.abs().argmax(1, keepdim=True))
     scales = largest.abs() / 127 if format == "Q8_0" else largest / -8
     quants = blocks / torch.where(scales == 0, 1, scales)
     if format == "Q8_0":

@@ -142,26 +142,31 @@ class FusedLayers:
         if self.stack is not None:
             self.stack, self._is_quantized_for_draft = self.stack.map_weights(_quantized_for_draft), True
 
-    @cached_property
-    def draft_stack(self) -> DecoderStack | None:
-        """The stack with which the model drafts for itself. Layers have at most 4 bits a weight, the head at most 8.
+    def draft_stack(self, weights: str | None = None) -> DecoderStack | None:
+        """Returns the stack with which the model drafts for itself; None if there is none, or if a layer is recurrent.
 
-        It is :attr:`stack` after :meth:`quantize_for_draft`, or if the arithmetic is int8 and four bits would hardly
-        save bytes. It is None if there is no stack, if a layer is recurrent, or if the arithmetic is another and the
-        quantised copy does not fit into memory."""
+        Args:
+            weights: "own": :attr:`stack`. "q4_0": a copy with at most 4 bits a weight in layers and 8 in the head, if
+                it saves bytes and fits into memory. None: "own" in int8 arithmetic, else "q4_0"."""
         if self.stack is None or self._recurrent_layers:
             return None
+        is_own = weights == "own" or (weights is None and self._int8)
+        return self.stack if is_own or self._is_quantized_for_draft else self._four_bit_stack
+
+    @cached_property
+    def _four_bit_stack(self) -> DecoderStack | None:
+        assert self.stack is not None
+        own_stack = self.stack if self._int8 else None
         matrices = [matrix for layer in self.stack.layers for matrix, _ in layer.projections]
-        is_small = self._int8 and bits_per_weight(matrices) < MIN_BITS_TO_QUANTIZE
-        if is_small or self._is_quantized_for_draft:
-            return self.stack
+        if self._int8 and bits_per_weight(matrices) < MIN_BITS_TO_QUANTIZE:
+            return own_stack
         sizes = [quantized_draft_bytes(matrix, 4) for matrix in matrices]
         sizes += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
         try:
             memory_info.require_bytes(sum(sizes), torch.device("cpu"), "A model that drafts for itself")
         except MemoryBudgetError as error:
             logger.info("Drafting uses the target's own weights, not a quantised copy: %s", error)
-            return self.stack if self._int8 else None
+            return own_stack
         return self.stack.map_weights(partial(_quantized_for_draft, bits=4), _quantized_for_draft)
 
     def can_run(self, store: KVStore, batch: ForwardBatch) -> bool:

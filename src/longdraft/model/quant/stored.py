@@ -24,7 +24,7 @@ from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.quantized_matrix import QUANT_SIZES, fake_quantize_int8, quantize_blocks
 
 _NUM_SAMPLES = 64  # number of a module's weights in the digest of a target's description
-_QUANTIZE_CHUNK_ROWS = 4096  # number of rows that are quantised at a time, to limit memory for a large head
+_QUANTIZE_CHUNK_ROWS = 256  # number of rows that are quantised at a time: their numbers fit into a cache
 _QUANT_BLOCK = 32  # number of weights in a block of Q4_0 and Q8_0
 
 
