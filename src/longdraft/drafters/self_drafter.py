@@ -82,10 +82,10 @@ class ViewOptions(Options):
 NEW_TOKENS_DIVISOR, MIN_NEW_TOKENS = 4, 64
 # {view: verifications from one selection of chunks to the next}, and the number for all other views.
 RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
-# Acceptance rates that a planner assumes at first, as measured (docs/self-drafting.md): of a view that holds the whole
-# context; of a view of 512 entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
+# Acceptance rates that a planner assumes at first, as measured (docs/self-drafting.md): of view=all; of a view of 512
+# entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
 FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
-QUANTIZED_ACCEPTANCE = 0.95  # factor on them if the draft's weights are quantised
+QUANTIZED_ACCEPTANCE = 0.9  # of a view that holds the whole context, if the draft's weights are a quantised copy
 ATTENTION_BUDGET = 2048  # default budget of view=attention with an int8 view (docs/self-drafting.md)
 
 
@@ -184,9 +184,8 @@ class SelfDrafter(TreeDrafter):
 
     def _prior_acceptance(self, length: int) -> float:
         """Returns the assumed acceptance rate in a context of ``length`` tokens."""
-        acceptance = FULL_ACCEPTANCE if length <= self.view.size else self.prior_acceptance
         is_quantized = self.fused_lm is not None and self.fused_lm.forward_ratio < 1.0
-        return QUANTIZED_ACCEPTANCE * acceptance if is_quantized else acceptance
+        return QUANTIZED_ACCEPTANCE if is_quantized and length <= self.view.size else self.prior_acceptance
 
     def needs(self, runner: TargetRunner) -> DraftNeeds:
         """Returns the queries of all layers if the view selects entries, because each layer selects by its own."""

@@ -166,7 +166,8 @@ class RoundPlan:
             planner.forward_steps = cost.forward_ratio * seconds / self._plain_seconds
             planner.prior_gain.extra_steps = planner.forward_steps
             steps_per_token = len(kv_read) * planner.forward_steps + self._token_steps()
-            planner.prior_gain.assume_best_chain(cost.prior_acceptance(max(self._kv_lens)), steps_per_token)
+            acceptance = cost.prior_acceptance(max(self._kv_lens))
+            planner.prior_gain.assume_best_chain(acceptance, steps_per_token, is_strong=cost.forward_ratio < 1.0)
 
     def _select_sequences(self, sequences: list[Sequence], lookup_trees: list[TokenTree]) -> list[Sequence]:
         """Returns the sequences for which the draft model is worth running, given the trees that lookups proposed."""

@@ -23,8 +23,8 @@ _BIN_WIDTH, _NUM_BINS = 0.5, 12
 PRIOR_WEIGHT = 4.0  # number of observations that a prior counts as
 # Tokens that a draft is assumed to add in a plain step of time. By this value a bad draft is given up in two rounds.
 PRIOR_TOKENS_PER_STEP = 4 / 3
-# The weight of a prior that is known for the kind of draft: one unlucky round does not end it.
-KNOWN_PRIOR_WEIGHT = 8.0
+# The weight of the prior of a draft that gains much by its kind: one unlucky round does not end it.
+STRONG_PRIOR_WEIGHT = 8.0
 # Longest chain that :meth:`PriorDraftGain.assume_best_chain` considers.
 MAX_ASSUMED_CHAIN = 8
 # Factor on earlier evidence in each round, so that about the last hundred rounds count.
@@ -67,28 +67,37 @@ class PriorDraftGain:
 
     extra_steps: float  # time that drafting adds to a round, in plain steps
     tokens_per_step: float = PRIOR_TOKENS_PER_STEP  # tokens that drafting adds in a plain step of its time
+    # Tokens that drafting adds to a round, whatever time it then takes; None: by ``tokens_per_step``.
+    expected_tokens: float | None = None
     weight: float = PRIOR_WEIGHT  # number of rounds that this counts as
 
     @property
     def added_tokens(self) -> float:
         """Tokens that drafting is assumed to add to a round."""
-        return self.tokens_per_step * self.extra_steps
+        return self.tokens_per_step * self.extra_steps if self.expected_tokens is None else self.expected_tokens
 
     @property
     def is_worthwhile(self) -> bool:
         """True if the draft adds more tokens than plain decoding emits in the time that drafting takes."""
         return self.added_tokens > self.extra_steps
 
-    def assume_best_chain(self, acceptance: float, steps_per_token: float) -> None:
+    def assume_best_chain(self, acceptance: float, steps_per_token: float, is_strong: bool = False) -> None:
         """Sets the gain to that of the chain whose length emits the most tokens per plain step.
-        ``acceptance``: probability that one token is accepted. ``steps_per_token``: time to draft and verify it."""
-        tokens, best_rate, self.weight = 0.0, 0.0, KNOWN_PRIOR_WEIGHT
+
+        Args:
+            acceptance: probability that one token is accepted.
+            steps_per_token: time to draft and verify it.
+            is_strong: False gives a draft that barely pays up as soon as a round takes longer than this chain.
+        """
+        tokens, best_rate = 0.0, 0.0
         for length in range(1, MAX_ASSUMED_CHAIN + 1):
             tokens += acceptance**length
             rate = (1.0 + tokens) / (1.0 + length * steps_per_token)
             if rate > best_rate:
-                best_rate, self.extra_steps = rate, length * steps_per_token
-                self.tokens_per_step = tokens / self.extra_steps
+                best_rate, self.expected_tokens, self.extra_steps = rate, tokens, length * steps_per_token
+        if is_strong and self.expected_tokens is not None:
+            self.tokens_per_step, self.expected_tokens = self.expected_tokens / self.extra_steps, None
+            self.weight = STRONG_PRIOR_WEIGHT
 
 
 class DraftGain:
