@@ -24,7 +24,7 @@ PRIOR_WEIGHT = 4.0  # number of observations that a prior counts as
 # Tokens that a draft is assumed to add in a plain step of time. By this value a bad draft is given up in two rounds.
 PRIOR_TOKENS_PER_STEP = 4 / 3
 # The weight of the prior of a draft that gains much by its kind: one unlucky round does not end it.
-STRONG_PRIOR_WEIGHT = 8.0
+STRONG_PRIOR_WEIGHT = 12.0
 # Longest chain that :meth:`PriorDraftGain.assume_best_chain` considers.
 MAX_ASSUMED_CHAIN = 8
 # Factor on earlier evidence in each round, so that about the last hundred rounds count.
