@@ -23,7 +23,7 @@ def test_the_timing_script(tmp_path):
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert not [row for row in rows if "failed" in row or "left_out" in row]
     kinds = {"machine", "steps", "bounds", "products", "transformers", "kernels", "rounds", "batches"}
-    kinds |= {"kernels of rounds", "offloaded"}
+    kinds |= {"kernels of rounds"}
     assert {row["what"] for row in rows} == kinds
     rounds = {row["method"]: row for row in rows if row["what"] == "rounds"}
     assert {"ar", "longspec", "eagle3", "self", "specpv"} <= set(rounds)
