@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from longdraft.errors import reason_of
+
 SWITCH = "LONGDRAFT_FUSED"  # environment variable; 0: no Triton kernels
+# Largest accepted difference between a kernel and its reference, as a part of the largest output.
+_TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
 
 _LIBRARY = torch.library.Library("longdraft", "FRAGMENT")
 
@@ -36,3 +40,15 @@ def define_op(reference: Callable[..., Any], triton_module: str, mutates_args: S
     _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates_args))
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, launch, "CUDA")
+
+
+def mismatch_reason(reference: Callable[..., torch.Tensor], arguments: Sequence[Any]) -> str | None:
+    """Returns why the kernel of ``longdraft::NAME`` does not compute what ``reference`` does, in 16 bits; None if it
+    does. Waits for the device."""
+    try:
+        result = getattr(torch.ops.longdraft, reference.__name__)(*arguments)
+        actual, expected = result.float(), reference(*arguments).float()
+        is_close = bool((actual - expected).abs().max() <= _TOLERANCE[result.dtype] * expected.abs().max())
+        return None if is_close else "its results differ"
+    except Exception as error:  # a compiler or a driver can raise any type
+        return reason_of(error)

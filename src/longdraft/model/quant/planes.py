@@ -18,7 +18,6 @@ from torch import nn
 
 from longdraft.attention import custom_ops
 from longdraft.attention.transfer import to_device
-from longdraft.errors import reason_of
 from longdraft.native.boundary import CPU_FLOAT32
 from longdraft.native.quantized_matrix import QUANT_SIZES, QuantizedMatrix
 
@@ -26,8 +25,6 @@ logger = logging.getLogger("longdraft")
 
 # The kernel reads the matrix once for each 64 tokens; beyond, one dequantised copy is cheaper.
 MAX_KERNEL_ROWS = 128
-# Largest accepted difference between kernel and reference, as a part of the largest output.
-_TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.05}
 _matching: dict[tuple[object, ...], bool] = {}  # kind of planes on a device -> whether the kernel computes them right
 
 
@@ -135,16 +132,10 @@ def _kernel_matches(device: torch.device, dtype: torch.dtype, layer: PlanesLinea
     tensors = planes.quants[:64], planes.block_scales[:64], groups, None
     numbers = torch.randn((3, layer.in_features), generator=torch.Generator().manual_seed(0), **CPU_FLOAT32)
     x = to_device(numbers, device, dtype)
-    try:
-        actual = torch.ops.longdraft.planes_linear(x, *tensors, planes.interleave, planes.zero).float()
-        expected = planes_linear(x, *tensors, planes.interleave, planes.zero).float()
-        if bool((actual - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max()):
-            return True
-        reason = "its results differ"
-    except Exception as error:  # a compiler or a driver can raise any type
-        reason = reason_of(error)
-    logger.warning("Quantised layers are dequantised for each forward, not read by one kernel: %s.", reason)
-    return False
+    reason = custom_ops.mismatch_reason(planes_linear, (x, *tensors, planes.interleave, planes.zero))
+    if reason is not None:
+        logger.warning("Quantised layers are dequantised for each forward, not read by one kernel: %s.", reason)
+    return reason is None
 
 
 def _split(blocks: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
