@@ -20,7 +20,7 @@ import torch
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
 from longdraft.drafts.fused_lm import FusedLM
-from longdraft.engine.drafter import DraftNeeds, SelfDraftCost
+from longdraft.engine.drafter import CHEAP_FORWARD_RATIO, DraftNeeds, SelfDraftCost
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import verify_trees
@@ -85,7 +85,7 @@ RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
 # Acceptance rates that a planner assumes at first, as measured (docs/self-drafting.md): of view=all; of a view of 512
 # entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
 FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
-QUANTIZED_ACCEPTANCE = 0.9  # of a view that holds the whole context, if the draft's weights are a quantised copy
+QUANTIZED_ACCEPTANCE = 0.9  # of a view that holds the whole context, if the copy is much cheaper than the model
 ATTENTION_BUDGET = 2048  # default budget of view=attention with an int8 view (docs/self-drafting.md)
 
 
@@ -184,8 +184,8 @@ class SelfDrafter(TreeDrafter):
 
     def _prior_acceptance(self, length: int) -> float:
         """Returns the assumed acceptance rate in a context of ``length`` tokens."""
-        is_quantized = self.fused_lm is not None and self.fused_lm.forward_ratio < 1.0
-        return QUANTIZED_ACCEPTANCE if is_quantized and length <= self.view.size else self.prior_acceptance
+        is_cheap = self.fused_lm is not None and self.fused_lm.forward_ratio < CHEAP_FORWARD_RATIO
+        return QUANTIZED_ACCEPTANCE if is_cheap and length <= self.view.size else self.prior_acceptance
 
     def needs(self, runner: TargetRunner) -> DraftNeeds:
         """Returns the queries of all layers if the view selects entries, because each layer selects by its own."""

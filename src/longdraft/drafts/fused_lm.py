@@ -12,7 +12,7 @@ import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory.store import KVStore
-from longdraft.model.layers.fused import bits_per_weight
+from longdraft.model.layers.fused import stack_bytes
 from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS
 from longdraft.model.rope import NO_ROTATION, CosSin, depends_on_length, rotary_module
 from longdraft.model.runner import TargetRunner
@@ -22,13 +22,6 @@ from longdraft.native.boundary import CPU_FLOAT32
 # Time of a forward in float32 arithmetic with weights quantised for drafting, as a fraction of the target's time.
 QUANTIZED_FORWARD_RATIO = 0.8
 _TABLE_MARGIN = 4096  # a new table has this many positions beyond those needed, so that it seldom grows
-
-
-def num_bytes(stack: DecoderStack) -> float:
-    """Returns the bytes of the matrices of a stack and its head."""
-    matrices = [matrix for layer in stack.layers for matrix, _ in layer.projections]
-    matrices += [] if stack.head is None else [stack.head[0]]
-    return sum(matrix.shape[0] * matrix.shape[1] * bits_per_weight([matrix]) for matrix in matrices) / 8
 
 
 class FusedLM:
@@ -46,7 +39,7 @@ class FusedLM:
         self.forward_ratio = 1.0
         if own_stack is not None and stack is not own_stack:
             # In int8 arithmetic a forward takes the time to read the weights.
-            ratio = num_bytes(stack) / num_bytes(own_stack)
+            ratio = stack_bytes(stack) / stack_bytes(own_stack)
             self.forward_ratio = ratio if runner.arithmetic == "int8" else QUANTIZED_FORWARD_RATIO
         self._embedding = runner.model.get_input_embeddings()
         # LayerKind.rope (a name, as models can have several RoPEs) -> cos and sin (2, positions, d).

@@ -32,6 +32,10 @@ class DraftNeeds:
     views: tuple[View, ...] = ()
 
 
+# A self-draft whose forward takes a smaller part of the target's than this gains much, if it is mostly right.
+CHEAP_FORWARD_RATIO = 0.75
+
+
 @dataclass(frozen=True)
 class SelfDraftCost:
     """Cost and acceptance of a draft that is the target on a part of its KV, as assumed before the first draft.

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from weakref import WeakKeyDictionary
 
-from longdraft.engine.drafter import Drafter
+from longdraft.engine.drafter import CHEAP_FORWARD_RATIO, Drafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
 from longdraft.model.load.checkpoints import Progress
@@ -167,7 +167,7 @@ class RoundPlan:
             planner.prior_gain.extra_steps = planner.forward_steps
             steps_per_token = len(kv_read) * planner.forward_steps + self._token_steps()
             acceptance = cost.prior_acceptance(max(self._kv_lens))
-            planner.prior_gain.assume_best_chain(acceptance, steps_per_token, is_strong=cost.forward_ratio < 1.0)
+            planner.prior_gain.assume_best_chain(acceptance, steps_per_token, cost.forward_ratio < CHEAP_FORWARD_RATIO)
 
     def _select_sequences(self, sequences: list[Sequence], lookup_trees: list[TokenTree]) -> list[Sequence]:
         """Returns the sequences for which the draft model is worth running, given the trees that lookups proposed."""

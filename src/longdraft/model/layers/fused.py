@@ -158,7 +158,8 @@ class FusedLayers:
         assert self.stack is not None
         own_stack = self.stack if self._int8 else None
         matrices = [matrix for layer in self.stack.layers for matrix, _ in layer.projections]
-        if self._int8 and bits_per_weight(matrices) < MIN_BITS_TO_QUANTIZE:
+        num_weights = sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
+        if self._int8 and 8 * _num_bytes(matrices) < MIN_BITS_TO_QUANTIZE * num_weights:
             return own_stack
         sizes = [quantized_draft_bytes(matrix, 4) for matrix in matrices]
         sizes += [] if self.stack.head is None else [quantized_draft_bytes(self.stack.head[0])]
@@ -243,11 +244,15 @@ class FusedLayers:
         return False
 
 
-def bits_per_weight(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> float:
-    """Returns the mean number of bits of a weight, scales included."""
-    sizes = [matrix.shape[0] * matrix.shape[1] for matrix in matrices]
-    bits = [x.bits_per_weight if isinstance(x, QuantizedMatrix) else 8 * x.itemsize for x in matrices]
-    return sum(n * b for n, b in zip(sizes, bits, strict=True)) / sum(sizes)
+def stack_bytes(stack: DecoderStack) -> int:
+    """Returns the bytes of the matrices of a stack's layers and head."""
+    head = [] if stack.head is None else [stack.head]
+    return _num_bytes([matrix for weights in (*(x.projections for x in stack.layers), head) for matrix, _ in weights])
+
+
+def _num_bytes(matrices: Sequence[torch.Tensor | QuantizedMatrix]) -> int:
+    data = (x.data if isinstance(x, QuantizedMatrix) else x for x in matrices)
+    return sum(x.numel() * x.itemsize for x in data)
 
 
 def _in_int8(weights: LinearWeights) -> LinearWeights:
