@@ -239,7 +239,7 @@ def load_gguf(
         config._name_or_path = str(path)
         foreign = {t.quant_type for t in file.tensors.values() if tensor_mapping.is_foreign(t)}
         if not keeps_stored:
-            progress(f"Unpacking {path.name}, as at every start")
+            progress(f"{'Sorting the blocks of' if keep_planes else 'Unpacking'} {path.name}, as at every start")
         elif foreign:
             progress(f"Converting blocks of {', '.join(sorted(foreign))} in {path.name} to Q8_0, as at every start")
         if foreign or not keeps_stored:

@@ -65,21 +65,21 @@ def load(
     target_device = _resolve_device(device)
     loaded_dtype = resolve_dtype(dtype, target_device)
     on_progress = progress or (lambda message: None)
-    is_gpu = target_device.type == "cuda" and loaded_dtype != torch.float32 and custom_ops.triton_enabled()
+    reads_planes = target_device.type == "cuda" and loaded_dtype != torch.float32 and custom_ops.triton_enabled()
     is_cpu_float32 = target_device.type == "cpu" and loaded_dtype == torch.float32
     if is_cpu_float32:
         native.kernels(progress)  # compiled now, where progress can announce it
-    elif weights == "stored" and not is_gpu:
+    elif weights == "stored" and not reads_planes:
         raise CapabilityError(
-            f"Stored weights are for float32 on a CPU and for CUDA, not {loaded_dtype} on {target_device}: leave "
-            "weights out."
+            "Stored weights are for float32 on a CPU, and for 16 bits on an NVIDIA GPU with Triton, not for "
+            f"{loaded_dtype} on {target_device}: leave weights out."
         )
     if arithmetic is not None and not is_cpu_float32:
         raise CapabilityError(
             f"arithmetic is for float32 on a CPU, not {loaded_dtype} on {target_device}: leave it out."
         )
     name = os.fspath(packaged_file() if model is None else model)
-    loaded = _read(name, loaded_dtype, on_progress, rope_factor, weights, arithmetic, is_gpu=is_gpu)
+    loaded = _read(name, loaded_dtype, on_progress, rope_factor, weights, arithmetic, reads_planes=reads_planes)
     if model is None:
         # Drafts record their target by name, and the file's path differs between machines.
         loaded.model.config._name_or_path = loaded.model.name_or_path = EMBEDDED_ID
@@ -115,16 +115,16 @@ def _read(
     weights: WeightFormat | None = None,
     arithmetic: Arithmetic | None = None,
     tensor_parallel: bool = False,
-    is_gpu: bool = False,
+    reads_planes: bool = False,
 ) -> LoadedModel:
-    """Reads the model ``name``, with the options of :func:`load` and :func:`load_tensor_parallel`. ``is_gpu``: it is
-    for a GPU whose kernels read quantised weights."""
+    """Reads the model ``name``, with the options of :func:`load` and :func:`load_tensor_parallel`.
+    ``reads_planes``: it is for a GPU whose kernels read quantised weights."""
     if not name.strip():
         raise CheckpointError("The model's name is empty: give a folder, a .gguf file or a Hugging Face id.")
     path = Path(name).expanduser()
     if path.is_file():
         check_gguf(path)
-        keep_planes = is_gpu and weights != "float32"
+        keep_planes = reads_planes and weights != "float32"
         return load_gguf(path, dtype, rope_factor, weights, on_progress, arithmetic, keep_planes)
     if path.is_dir():
         on_progress(f"Loading the weights in {path}")
@@ -132,7 +132,7 @@ def _read(
         raise CheckpointError(f"There is no file or folder {name!r}: check the path.")
     else:
         on_progress(f"{name} is not a folder here: looking on the Hugging Face hub (a first download can take minutes)")
-    if is_gpu and weights == "stored":
+    if reads_planes and weights == "stored":
         raise CapabilityError(f"Stored weights on a GPU are for GGUF files, not {name}: leave weights out.")
     if arithmetic == "int8":
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")

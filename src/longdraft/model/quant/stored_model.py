@@ -102,12 +102,12 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype, keep_planes: bo
         matrix = layer_matrix(module) if keep_planes and module is not model.get_output_embeddings() else None
         if matrix is not None and (planes := planes_of(matrix)) is not None:
             bias = getattr(module, "bias", None)
-            copied.set_submodule(path, PlanesLinear(planes, matrix.shape[1], None if bias is None else bias.to(dtype)))
-            continue
+            layer = PlanesLinear(planes, matrix.shape[1], None if bias is None else bias.to(dtype))
+            copied.set_submodule(path, layer)
+            module = layer
         module._save_to_state_dict(state, f"{path}." if path else "", keep_vars=False)
         weights |= {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
-    keys = copied.load_state_dict(weights, assign=True, strict=False)
-    assert not keys.unexpected_keys and not any(p.is_meta for p in copied.parameters())
+    copied.load_state_dict(weights, assign=True)
     copied.config.dtype = dtype
     copied.tie_weights()
     copied.generation_config = copy.deepcopy(model.generation_config)
