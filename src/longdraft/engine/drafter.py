@@ -9,6 +9,7 @@ from typing import Any
 
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
+from longdraft.engine.verifier import VerifyOutput
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import NodeLimit, TokenTree
@@ -106,6 +107,11 @@ class Drafter(ABC):
         A round may skip this call, so several tokens may have been emitted since the last call. ``limit`` bounds the
         trees; with None, trees have the drafter's default sizes.
         """
+
+    def replay_round(self, sequences: list[Sequence]) -> list[VerifyOutput] | None:
+        """Drafts and verifies in one CUDA graph, without a planner. Returns None if no graph can do all of it: the
+        caller then calls :meth:`propose`, and verifies."""
+        return None
 
     def observe(self, round_result: RoundResult) -> None:  # noqa: B027
         """Reads the result of a sequence's round. Called after the prefill and after each verification."""

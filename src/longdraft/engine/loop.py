@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 
 from longdraft.engine.accept import AcceptedPath, accept_path, sample_target_tokens
@@ -71,10 +72,13 @@ class Engine:
         """Runs a round: each sequence of the batch emits at least one token. Returns a step for each sequence."""
         start, num_forwards_before = time.perf_counter(), self.drafter.forwards
         plan = self._plan_round(batch)
-        trees = self._draft(batch, plan)
-        draft_seconds = time.perf_counter() - start
-        num_forwards = self.drafter.forwards - num_forwards_before
-        outputs = self._verify(batch, trees, has_drafted=plan is None or num_forwards > 0)
+        outputs = self._replay(batch) if plan is None else None
+        draft_seconds, num_forwards = 0.0, 0
+        if outputs is None:
+            trees = self._draft(batch, plan)
+            draft_seconds = time.perf_counter() - start
+            num_forwards = self.drafter.forwards - num_forwards_before
+            outputs = self._verify(batch, trees, has_drafted=plan is None or num_forwards > 0)
         paths = self._accept(outputs)
         round_results = self._commit(outputs, paths)
         seconds = time.perf_counter() - start
@@ -88,6 +92,12 @@ class Engine:
         if self._planner is None:
             return None
         return RoundPlan(self._planner, self.drafter, batch, [self.verifier.kv_len(s) for s in batch])
+
+    def _replay(self, batch: list[Sequence]) -> list[VerifyOutput] | None:
+        """Drafts and verifies in one CUDA graph; None if none serves this round."""
+        if type(self.verifier) is not Verifier or self._query_layers:
+            return None
+        return self.drafter.replay_round(batch)
 
     def _draft(self, batch: list[Sequence], plan: RoundPlan | None) -> list[TokenTree]:
         """Returns a tree for each sequence: the root alone if drafting is not worthwhile."""
@@ -117,7 +127,9 @@ class Engine:
     def _accept(self, outputs: list[VerifyOutput]) -> list[AcceptedPath]:
         """Samples the target's tokens, and emits them to each sequence as far as they are in the sequence's tree."""
         nodes = [(output.tree, output.logits, output.sequence.sampler) for output in outputs]
-        target_tokens = sample_target_tokens(nodes, self.runner.model, [output.maxima for output in outputs])
+        target_tokens: SequenceOf[list[int] | None] = [output.target_tokens for output in outputs]
+        if None in target_tokens:
+            target_tokens = sample_target_tokens(nodes, self.runner.model, [output.maxima for output in outputs])
         return [
             accept_path(tree, logits, sampler, output.sequence.input_ids, output.sequence.emit, tokens)
             for (tree, logits, sampler), output, tokens in zip(nodes, outputs, target_tokens, strict=True)

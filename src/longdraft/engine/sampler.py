@@ -7,7 +7,7 @@ full context up to a node, so penalties and bans follow the node's path.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -202,6 +202,15 @@ class Sampler:
         """True if tokens are sampled, and :meth:`SampleNoise.peek` returns the noise of future samples."""
         return not self.greedy and self.noise.peek(0) is not None
 
+    @property
+    def is_predictable(self) -> bool:
+        """True if a sample depends on the logits and on known noise alone: no processor reads the context."""
+        return self.is_noise_known and all(isinstance(p, _CONTEXT_FREE) for p in self.processors)
+
+    def settings_key(self) -> Hashable:
+        """Returns the types and the values of the processors that ignore the context."""
+        return tuple((type(p), tuple(sorted(vars(p).items()))) for p in self.processors)
+
     def fork_for_draft(self) -> Sampler:
         """Returns an independent copy that will draw the same noise: equal tokens for equal logits, and mostly equal
         tokens for similar logits. See :meth:`SampleNoise.fork_for_draft`."""
@@ -221,8 +230,10 @@ class Sampler:
             (..., k) log probability of each token to become the sample; ``logprobs`` if the noise is not known.
         """
         noise = self.noise.peek(num_before) if self.is_noise_known else None
-        if noise is None:
-            return logprobs
+        return logprobs if noise is None else self.couple(logprobs, token_ids, noise)
+
+    def couple(self, logprobs: torch.Tensor, token_ids: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Does the work of :meth:`gumbel_coupled_logprobs`; ``noise``: (vocabulary,) of the future sample."""
         scores = logprobs.reshape(-1, logprobs.shape[-1])
         for processor in self.processors:
             if isinstance(processor, _CONTEXT_FREE):
@@ -248,20 +259,22 @@ class Sampler:
             depths: depth of each node, which is the number of samples before the sample at the node.
 
         Returns:
-            (n,) token ids; None on a CPU, if a processor reads the context, or if not :attr:`is_noise_known`. A caller
-            that emits these tokens must call :meth:`SampleNoise.advance`.
+            (n,) token ids; None on a CPU, or if not :attr:`is_predictable`. A caller that emits these tokens must call
+            :meth:`SampleNoise.advance`.
         """
         # On a CPU there is no device to wait for, and accept_path samples only the nodes that it visits.
-        if logits.device.type == "cpu" or not all(isinstance(p, _CONTEXT_FREE) for p in self.processors):
-            return None
-        if not self.is_noise_known:
+        if logits.device.type == "cpu" or not self.is_predictable:
             return None
         noise_at_depth = [x for x in map(self.noise.peek, range(max(depths) + 1)) if x is not None]
+        return self.sample_with(logits, torch.stack([noise_at_depth[depth] for depth in depths]))
+
+    def sample_with(self, logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Returns the samples (n,) of n nodes, whose logits and noise are (n, vocabulary). No processor may read the
+        context."""
         scores = logits.float()
-        node_noise = torch.stack([noise_at_depth[depth] for depth in depths])
         for processor in self.processors:
             scores = processor(None, scores)
-        return (scores.softmax(-1) / node_noise).argmax(-1)
+        return (scores.softmax(-1) / noise).argmax(-1)
 
     def probabilities(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Returns the processed distribution (vocabulary,); the arguments are those of :meth:`sample`."""

@@ -24,10 +24,13 @@ class VerifyOutput:
     Attributes:
         sequence: the sequence to which the tree belongs.
         tree: the drafted tree. Its root is the sequence's last token.
-        logits: (at least tree.size, vocabulary) the target's raw logits of the nodes, then of padding.
+        logits: (at least tree.size, vocabulary) the target's raw logits of the nodes, then of padding; empty if there
+            are ``target_tokens``.
         maxima: (at least tree.size,) the largest logit of each node, and its token.
         queries: layer -> (query heads, at least tree.size, head size), after RoPE, for the drafter's query layers.
         mode: the kind of forward, see :data:`~longdraft.engine.round_result.RoundMode`.
+        target_tokens: the target's token at each node, if a CUDA graph ran the whole round. It has also moved the KV of
+            the accepted path into place.
     """
 
     sequence: Sequence
@@ -36,6 +39,7 @@ class VerifyOutput:
     maxima: tuple[torch.Tensor, torch.Tensor]
     queries: dict[int, torch.Tensor]
     mode: RoundMode = "full"
+    target_tokens: list[int] | None = None
 
     def round_result(self, accepted: AcceptedPath, kv_rewritten_from: int | None = None) -> RoundResult:
         """Returns the result of the round, with the queries of the deepest accepted node."""
@@ -91,7 +95,8 @@ class Verifier:
 
     def commit(self, output: VerifyOutput, accepted: AcceptedPath) -> RoundResult:
         """Commits the KV of the accepted path, and returns the result of the round."""
-        self.store.commit(output.sequence.slot, accepted.nodes)
+        is_moved = output.target_tokens is not None
+        self.store.commit(output.sequence.slot, range(len(accepted.nodes)) if is_moved else accepted.nodes)
         return output.round_result(accepted)
 
     def release(self, sequence: Sequence) -> None:

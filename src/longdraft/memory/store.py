@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, cast
@@ -22,7 +23,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import ArenaBuffers, BufferArena
 from longdraft.memory.kv_entries import KVEntries
-from longdraft.memory.path_move import move_path
+from longdraft.memory.path_move import move_path, move_paths
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
 from longdraft.native.int8_kv import Int8KV
@@ -203,6 +204,13 @@ class KVStore:
         change only entries from ``start`` on. Attention reads :meth:`layer`."""
         return self.keys[layers, slot], self.values[layers, slot]
 
+    def for_graph(self) -> KVStore:
+        """Returns a view for a CUDA graph, which outlives this store: with the same tensors, but without a reference to
+        the owner of its buffers, which would otherwise never be freed."""
+        view = copy(self)
+        view.arena_buffers = None
+        return view
+
     @property
     def layer_groups(self) -> list[slice]:
         """The slices of layers that :meth:`slot_kv` accepts, which together are all layers."""
@@ -282,6 +290,11 @@ class KVStore:
         if self.features is None:
             return
         features = torch.cat([hidden[layer] for layer in self.feature_layers], dim=-1)
+        if batch.is_captured:  # the numbers on the host have no meaning
+            starts = batch.prefix_lens_t + batch.tree_offset
+            entries = starts[:, None] + torch.arange(batch.query_len, device=self.device)
+            self.features[batch.slots_t[:, None].long(), entries.long()] = features
+            return
         for b, (slot, n) in enumerate(zip(batch.slots, batch.prefix_lens, strict=True)):
             # The model's last layers may compute only the last tokens of a prompt chunk.
             end = n + batch.tree_len
@@ -367,6 +380,12 @@ class KVStore:
             states.commit(slot, n, path)
         self.lengths[slot] = n + len(path)
         self.num_unverified[slot] = 0
+
+    def move_paths(self, slots: torch.Tensor, starts: torch.Tensor, paths: torch.Tensor) -> None:
+        """Moves the scratch entries of accepted paths into place, without committing them, in a CUDA graph.
+        Arguments: see :func:`~longdraft.memory.path_move.move_paths`."""
+        kv = self.keys.transpose(2, 3), self.values.transpose(2, 3)  # slots and entries side by side
+        move_paths(kv if self.features is None else (*kv, self.features), slots, starts, paths)
 
     def truncate(self, slot: int, length: int) -> None:
         """Drops all entries of a slot after the first ``length`` entries.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, Literal
 from weakref import ref
@@ -22,7 +22,7 @@ from longdraft.memory.offload import Offload
 from longdraft.memory.store import KVStore, StoreConfig
 from longdraft.model import fingerprint, hosting, support
 from longdraft.model.execution_model import ExecutionModel, host_model
-from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults
+from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults, RoundFn, RoundInputs
 from longdraft.model.gpu.deterministic import FixedRows
 from longdraft.model.load.eos_tokens import config_eos_ids
 from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
@@ -308,9 +308,7 @@ class TargetRunner:
             NumericalError: a computed logit is NaN.
             CapabilityError: :meth:`sync_with_model` raises it."""
         with self.lock:
-            # Another runner of the same model may have replaced the model's copy.
-            if self.execution_model.was_moved or self.store_compat_key != self._first_compat_key:
-                self.sync_with_model()
+            self._sync_if_moved()
             all_taps = self._with_feature_layers(taps, store)
             # Batches with a fixed order have few sizes, so a graph is captured at the first use of a size.
             replayed = self._replay(store, batch, all_taps, fixed_order, fixed_order) if logits == "all" else None
@@ -322,6 +320,36 @@ class TargetRunner:
             if check_nan and out.logits is not None and bool(torch.isnan(out.logits.amax())):
                 raise nan_logits_error(self.model)
             return out
+
+    def _sync_if_moved(self) -> None:
+        """Calls :meth:`sync_with_model` if another runner of the same model may have replaced the model's copy."""
+        if self.execution_model.was_moved or self.store_compat_key != self._first_compat_key:
+            self.sync_with_model()
+
+    @torch.inference_mode()
+    def replay_round(
+        self,
+        owner: object,
+        key: Hashable,
+        make_inputs: Callable[[], RoundInputs],
+        compute: RoundFn,
+    ) -> torch.Tensor | None:
+        """Replays a round that drafts and verifies, see :meth:`.CudaGraphs.run_round`; None without a graph.
+        ``compute`` runs the target by :meth:`compute_captured`."""
+        with self.lock:
+            self._sync_if_moved()
+            if self.profiler is not None or self._fixed_rows is not None:
+                return None
+            # A graph contains addresses of weights, so its key has the version of the model's copy.
+            key = key, self.execution_model.version
+            return self.graphs.run_round(owner, key, make_inputs, compute, self.device)
+
+    def compute_captured(self, store: KVStore, batch: ForwardBatch) -> torch.Tensor:
+        """Computes logits (B, T, vocabulary) as a part of a captured round, and writes KV and features."""
+        logits, hidden, _ = self._compute(store, batch, "all", self._with_feature_layers(NO_TAPS, store))
+        store.write_features(hidden, batch)
+        assert logits is not None
+        return logits
 
     def verify(
         self, batch: ForwardBatch, store: KVStore, taps: Taps = NO_TAPS, logits_to_keep: int | None = None

@@ -79,6 +79,11 @@ class TreeConfig:
         """Maximum number of draft nodes of a finished tree."""
         return min(self.max_candidates, self.nodes or self.max_candidates)
 
+    @property
+    def is_fixed(self) -> bool:
+        """True if every tree has all levels, so that no log-probability decides when a tree ends."""
+        return self.threshold is None and self.min_expected_gain == 0
+
     def _level_sizes(self) -> Iterator[tuple[int, int]]:
         """Yields for each level the number of nodes, and how many of these nodes may be expanded."""
         num_expanded = 1
@@ -115,11 +120,17 @@ class TreeConfig:
         """
         depth_limit = min(self.depth, self.max_nodes)  # a deeper path has more nodes than may be verified
         depths = [depth_limit] * len(roots) if max_depths is None else [min(depth_limit, n) for n in max_depths]
-        expanded, levels = root_level(roots, expander.device), list[TreeLevel]()
+        levels = self.grow_levels(root_level(roots, expander.device), expander, depths)
+        return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
+
+    def grow_levels(self, roots: TreeLevel, expander: LevelExpander, depths: Sequence[int]) -> list[TreeLevel]:
+        """Drafts the levels below the roots; ``depths``: number of levels of each sequence's tree. If the shape
+        :attr:`is_fixed`, the host reads nothing of the device."""
+        expanded, levels = roots, list[TreeLevel]()
         # (B, W) index of each expanded node in its level; None: all nodes of the level are expanded.
         expanded_indices: torch.Tensor | None = None
-        stop_rule = None if self.threshold is None else _StopRule(self, self.threshold, expanded)
-        growing = [i for i in expanded.sequence_indices if depths[i]]  # sequences whose trees get another level
+        stop_rule = None if self.threshold is None else _StopRule(self, self.threshold, roots)
+        growing = [i for i in roots.sequence_indices if depths[i]]  # sequences whose trees get another level
         while growing:
             k = self.branching[len(levels)]
             level = expander.expand(expanded.select(growing), k)
@@ -135,7 +146,7 @@ class TreeConfig:
             elif stop_rule is not None and growing:
                 growing, num_expanded = stop_rule.update(level, growing)
             expanded, expanded_indices = (level, None) if num_expanded is None else level.topk(num_expanded)
-        return [tree.keep_best(self.max_nodes) for tree in to_trees(roots, levels)]
+        return levels
 
 
 class _StopRule:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from longdraft.attention.transfer import to_device
+from longdraft.drafters.shared import captured_round
 from longdraft.drafters.shared.draft_round import BoundDraft, DraftRound
 from longdraft.drafters.shared.fused_level import TargetKV
 from longdraft.drafters.shared.retrieval import RetrievalDrafter
 from longdraft.engine.round_result import RoundResult
 from longdraft.engine.sequence import Sequence
+from longdraft.engine.verifier import VerifyOutput
 from longdraft.memory.store import KVShape, KVStore
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.level import LevelExpander
@@ -49,6 +51,7 @@ class BlockDrafter(RetrievalDrafter):
         self.bound = self.draft.bind(runner)
         self.runner, self.store = runner, store
         self.cache = self.make_cache()
+        self._can_capture = captured_round.can_capture(self)
 
     @abstractmethod
     def make_cache(self) -> DraftCache:
@@ -83,6 +86,9 @@ class BlockDrafter(RetrievalDrafter):
         draft_round = self.round_type(self, sequences, self.tree.fit(limit).depth)
         expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, self.bound.draft_to_target_ids)
         return self.grow(sequences, expander, limit)
+
+    def replay_round(self, sequences: list[Sequence]) -> list[VerifyOutput] | None:
+        return captured_round.replay_round(self, sequences) if self._can_capture else None
 
     def num_input_tokens(self, sequence: Sequence) -> int:
         """Returns the number of positions of a sequence whose input tokens are known."""

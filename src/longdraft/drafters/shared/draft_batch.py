@@ -20,6 +20,7 @@ from longdraft.attention import hybrid
 from longdraft.attention.sdpa import attend_sequence
 from longdraft.attention.transfer import to_device
 from longdraft.drafters.shared.draft_block import ALL, OutputRows, SelfAttend
+from longdraft.memory.store import KVStore
 from longdraft.native.boundary import CPU_INT64
 from longdraft.views.draft_cache import DraftCache
 
@@ -83,7 +84,7 @@ class DraftBatch:
         several layers all tokens are queries, because the next layer computes keys from the outputs of all tokens."""
         num_layers = cache.store.shape.layers
         if num_layers == 1 and supports_batched_attend(cache):
-            return [batched_attend(cache, DeviceBatch.make(cache, self), self.max_kv_len)]
+            return [batched_attend(cache.store, DeviceBatch.make(cache, self), self.max_kv_len)]
         visible_to = self._visible_to_outputs if num_layers == 1 else self._visible_to_all
         visible = [visible_to(cache, i) for i in range(len(self.slots))]
         return [self._attend_by_sequence(*cache.store.layer(layer), visible) for layer in range(num_layers)]
@@ -189,10 +190,11 @@ class DeviceBatch(NamedTuple):
         return cls(write_indices, slots_t, kv_starts, kv_lens, mask)
 
 
-def batched_attend(cache: DraftCache, device_batch: DeviceBatch, max_kv_len: int) -> SelfAttend:
+def batched_attend(store: KVStore, device_batch: DeviceBatch, max_kv_len: int) -> SelfAttend:
     """Returns the self-attention of all sequences in one call, for q (query heads, B * T, d), k and v (KV heads, B * W,
-    d). ``max_kv_len``: upper bound on the entries that a sequence attends to, by which the kernel splits the work."""
-    keys, values = cache.store.layer(0)
+    d), to the draft's KV in ``store``. ``max_kv_len``: upper bound on the entries that a sequence attends to, by which
+    the kernel splits the work."""
+    keys, values = store.layer(0)
     slots, entries = device_batch.write_indices.reshape(-1, 2).unbind(1)
     metadata = hybrid.HybridMetadata.build(
         keys, device_batch.slots, device_batch.kv_lens, max_kv_len, device_batch.mask, device_batch.kv_starts

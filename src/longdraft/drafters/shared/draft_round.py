@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as SequenceOf
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -89,7 +88,7 @@ class BoundDraft:
         return x if x.is_floating_point() else self.embedding(x), g, cos, sin
 
 
-def _run_block(
+def run_draft_block(
     bound: BoundDraft, uses_target_features: bool, cross: CrossFn | None, top_k: int, num_tensors: int, *args: Any
 ) -> tuple[torch.Tensor, ...]:
     """Runs the block in torch. A CUDA graph can capture this function, because its only side effect is on KV caches.
@@ -101,26 +100,27 @@ def _run_block(
         args: the inputs; slots and KV lengths if there is ``cross``; then ``attend_fns`` and ``output_rows``.
     """
     inputs, (*cross_tensors, attend_fns, output_rows) = args[:num_tensors], args[num_tensors:]
-    cross_attend = None if cross is None else partial(cross, *cross_tensors)
-    out = bound.block(*bound.block_inputs(uses_target_features, *inputs), attend_fns, output_rows, cross_attend)
+    attend_target = None if cross is None else partial(cross, *cross_tensors)
+    out = bound.block(*bound.block_inputs(uses_target_features, *inputs), attend_fns, output_rows, attend_target)
     return bound.block.next_features(out), *logits_or_topk(bound.block.logits(out), top_k)
 
 
-def _cross_attend(
+def cross_attend(
     prefix_attend: PrefixAttentionFunction,
     keys: torch.Tensor,
     values: torch.Tensor,
-    batch: ForwardBatch,
+    batch: ForwardBatch | None,
     max_kv_len: int,
     slots: torch.Tensor,
     kv_lens: torch.Tensor,
     q: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the attention of q (query heads, B * T, d) to the target's keys and values before each sequence's root.
-    ``slots``, ``kv_lens``: tensors of ``batch``, or inputs of a CUDA graph, with lengths up to ``max_kv_len``."""
+    ``slots``, ``kv_lens``: tensors of ``batch``, or inputs of a CUDA graph, with lengths up to ``max_kv_len``. A
+    captured round has no ``batch``."""
     query_len = q.shape[1] // len(slots)
-    if kv_lens is not batch.prefix_lens_t:  # inside a CUDA graph: slots and lengths come from the tensors,
-        no_slots = (-1,) * len(slots)  # so the values on the host are placeholders
+    if batch is None or kv_lens is not batch.prefix_lens_t:  # inside a CUDA graph: slots and lengths come from the
+        no_slots = (-1,) * len(slots)  # tensors, so the values on the host are placeholders
         batch = ForwardBatch(no_slots, (max_kv_len,) * len(slots), query_len, None, slots, kv_lens, is_captured=True)
     queries = q.unflatten(1, (-1, query_len)).transpose(0, 1)
     return prefix_attend(queries, keys, values, batch, keys.shape[3] ** -0.5).transpose(0, 1).flatten(1, 2)
@@ -221,7 +221,7 @@ class DraftRound:
             self._cross_batch = ForwardBatch.make(draft_batch.slots, kv_lens, query_len, device=keys.device)
         batch = replace(self._cross_batch, query_len=query_len)
         max_kv_len = self._graphs.kv_bound(max(kv_lens), keys.shape[2])
-        cross = partial(_cross_attend, self._drafter.runner.prefix_attend, keys, values, batch, max_kv_len)
+        cross = partial(cross_attend, self._drafter.runner.prefix_attend, keys, values, batch, max_kv_len)
         return cross, (batch.slots_t, batch.prefix_lens_t), (tensor_key(keys), tensor_key(values), max_kv_len)
 
     def forward(
@@ -237,7 +237,7 @@ class DraftRound:
             out, *result = self._bound.fused_level(batch, block_inputs, self._cache, target_kv, top_k)
             return self._bound.block.next_features(out), *result
         cross, cross_tensors, cross_key = self._cross_attention(batch)
-        run_block = partial(_run_block, self._bound, uses_target_features, cross)
+        run_block = partial(run_draft_block, self._bound, uses_target_features, cross)
         if self._drafter.is_capturable and not inputs[0].is_floating_point() and supports_batched_attend(self._cache):
             # A planner changes the number of candidates each round. Powers of two need few graphs.
             graph_top_k = top_k and 1 << (top_k - 1).bit_length()
@@ -275,18 +275,14 @@ class DraftRound:
             padded = [torch.cat(x) for x in zip(cross_tensors, padding, strict=True)] if num_padding else cross_tensors
             return [*inputs, *padded, *DeviceBatch.make(cache, batch, query_len, batch_size)]
 
-        # The graph outlives the cache. So it holds a copy of the cache with the same tensors but without a reference to
-        # the arena (the pool of buffers), which would otherwise never be freed.
-        graph_cache = copy(cache)
-        graph_cache.store = copy(cache.store)
-        graph_cache.store.arena_buffers = None
+        store = cache.store.for_graph()
         num_outputs = query_len if has_all_outputs else batch.num_outputs
         padded_batch = DraftBatch((0,) * batch_size, query_len, num_outputs, ((0, max_kv_len),) * batch_size)
 
         def padded_forward(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
             num_fields = len(DeviceBatch._fields)
             tensors, device_batch = args[:-num_fields], DeviceBatch(*args[-num_fields:])
-            attend = batched_attend(graph_cache, device_batch, max_kv_len)
+            attend = batched_attend(store, device_batch, max_kv_len)
             results = run_block(*tensors, [attend], padded_batch.output_rows(tensors[0].device))
             return tuple(x.unflatten(0, (batch_size, -1)) for x in results)
 

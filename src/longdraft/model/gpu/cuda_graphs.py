@@ -1,4 +1,4 @@
-"""Captures forwards of few tokens (verifications, draft levels) as CUDA graphs, one for each size, and replays them.
+"""Captures forwards of few tokens (verifications, draft levels, rounds) as CUDA graphs, and replays them by size.
 
 A forward of few tokens launches hundreds of small kernels, and launching takes the host longer than the device needs to
 run them. A replayed graph is one launch. It reads token ids, positions, mask, slots and lengths from buffers that are
@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from copy import copy
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -51,6 +50,10 @@ ForwardResults = tuple[torch.Tensor | None, dict[int, torch.Tensor], dict[int, t
 ForwardFn = Callable[[KVStore, ForwardBatch], ForwardResults]
 # A forward of a draft: takes input tensors and returns output tensors.
 DraftForwardFn = Callable[..., tuple[torch.Tensor, ...]]
+# Inputs of a round: a row of integers for each sequence, and vectors of noise of equal length, or none.
+RoundInputs = tuple[Sequence[Sequence[int]], list[torch.Tensor]]
+# Maps the rows, int64 (B, integers), and the noise, or None, to the results of the round.
+RoundFn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Output = TypeVar("Output")
 
 
@@ -248,6 +251,34 @@ class CudaGraphs:
         graph: _DraftGraph | None = self._find(owner, (key, size), self._uses_before_capture, capture)
         return None if graph is None else graph(inputs or make_inputs())
 
+    def run_round(
+        self,
+        owner: object,
+        key: Hashable,
+        make_inputs: Callable[[], RoundInputs],
+        compute: RoundFn,
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        """Replays a whole round. Without a graph, returns None: the caller then runs the round's parts.
+
+        Args:
+            owner: holds the other tensors that ``compute`` reads and writes, and never replaces them.
+            key: all that ``compute`` depends on besides the inputs and the owner.
+            make_inputs: returns the inputs. Called only if the round is replayed.
+            compute: computes the results of the round.
+
+        Returns:
+            The results of ``compute``, which the next replay overwrites.
+        """
+        inputs: list[RoundInputs] = []
+
+        def capture(backend: GraphBackend) -> _RoundGraph:
+            inputs.append(make_inputs())
+            return _RoundGraph(backend, inputs[0], compute, device)
+
+        graph: _RoundGraph | None = self._find(owner, key, self._uses_before_capture, capture)
+        return None if graph is None else graph(inputs[0] if inputs else make_inputs())
+
     def _find(self, owner: object, key: Hashable, min_uses: int, capture: Callable[[GraphBackend], Any]) -> Any | None:
         """Returns a size's graph, captured after ``min_uses`` uses; None before that, or if the capture failed."""
         if self._backend is None:
@@ -257,7 +288,7 @@ class CudaGraphs:
         if isinstance(graph, int):
             graph = graph + 1 if graph < min_uses else _try_capture(self._backend, capture)
         sizes[key] = graph
-        graphs = [(k, g) for k, g in sizes.items() if isinstance(g, _DraftGraph | _TargetGraph)]
+        graphs = [(k, g) for k, g in sizes.items() if isinstance(g, _DraftGraph | _RoundGraph | _TargetGraph)]
         while len(graphs) > 1 and (
             len(graphs) > self._max_graphs or sum(g.output_bytes for _, g in graphs) > MAX_OUTPUT_BYTES
         ):
@@ -330,6 +361,32 @@ class _DraftGraph:
         return tuple(x[:batch_size, :query_len].clone() for x in self._replay())
 
 
+class _RoundGraph:
+    """A whole round as a graph, with the buffers that it reads."""
+
+    output_bytes = 0  # some hundred bytes
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        inputs: RoundInputs,
+        compute: RoundFn,
+        device: torch.device,
+    ) -> None:
+        rows, noise = inputs
+        self._rows = torch.zeros(len(rows), len(rows[0]), dtype=torch.long, device=device)
+        self._noise = torch.stack(noise) if noise else None
+        copy_to_buffer(self._rows, rows)  # the warm-up writes KV at the positions in the buffer
+        self._replay = backend.capture(lambda: compute(self._rows, self._noise))
+
+    def __call__(self, inputs: RoundInputs) -> torch.Tensor:
+        rows, noise = inputs
+        copy_to_buffer(self._rows, rows)
+        if self._noise is not None:
+            torch.stack(noise, out=self._noise)
+        return self._replay()
+
+
 class _TargetGraph:
     """The target's forward of one size as a graph, with the buffers that it reads."""
 
@@ -367,8 +424,7 @@ class _TargetGraph:
         )
         self._fill(batch)  # the warm-up writes KV at the positions in the buffers
 
-        store_view = copy(store)  # shares the tensors, without a reference to the store or to the owner of its buffers
-        store_view.arena_buffers = None
+        store_view = store.for_graph()
 
         def run() -> ForwardResults:
             logits, hidden, queries = out = forward(store_view, self._batch)
