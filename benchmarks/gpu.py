@@ -10,7 +10,7 @@ steps         milliseconds of a forward of 1, 16 and 64 tokens (a plain step, tr
 transformers  the same tokens through the model's own forward with sdpa and a DynamicCache
 rounds        milliseconds of a round of each method, and of a plain step; drafts are random, so acceptance is forced:
               --accepted nodes of a tree's path are accepted; with the methods' trees and, for the longest and the
-              shortest context, with the planner's
+              shortest context, with the planner's, and with graphs of levels and verifications in place of whole rounds
 batches       the same rounds with a batch of eight sequences
 products      milliseconds of a layer of 1, 16 and 64 tokens with quantised weights, and with weights in 16 bits
 bounds        72 tokens in a store with memory for four times their context
@@ -46,6 +46,7 @@ from longdraft import PromptCache, Speculator
 from longdraft.bench import machine
 from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
+from longdraft.drafters.shared.block_drafter import BlockDrafter
 from longdraft.drafts import draft_folder
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine import loop
@@ -284,18 +285,28 @@ def rounds(
     }  # fmt: skip
 
 
-def with_forced_acceptance(sample_target_tokens: Callable[..., Any], accepted: int) -> Callable[..., Any]:
-    """:func:`longdraft.engine.accept.sample_target_tokens`, but ``accepted`` nodes of a tree are, if it is so deep."""
+def with_forced_acceptance(accept_path: Callable[..., Any], accepted: int) -> Callable[..., Any]:
+    """:func:`longdraft.engine.accept.accept_path`, but ``accepted`` nodes of a tree are, if it is so deep."""
 
-    def sample(trees: Any, *args: Any) -> Any:
-        sampled = sample_target_tokens(trees, *args)
-        for (tree, *_), tokens in zip(trees, sampled, strict=True):
-            path = tree.path(tree.depths.index(min(accepted, max(tree.depths))))
-            for parent, node in itertools.pairwise(path):
-                tokens[parent] = tree.tokens[node]
-        return sampled
+    def accept(tree: TokenTree, *args: Any) -> Any:
+        *others, tokens = args
+        path = tree.path(tree.depths.index(min(accepted, max(tree.depths))))
+        for parent, node in itertools.pairwise(path):
+            tokens[parent] = tree.tokens[node]
+        return accept_path(tree, *others, tokens)
 
-    return sample
+    return accept
+
+
+@contextmanager
+def by_levels() -> Iterator[None]:
+    """Captures levels and verifications apart, as for trees without a fixed shape."""
+    replay_round = BlockDrafter.replay_round
+    BlockDrafter.replay_round = lambda *_: None  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        BlockDrafter.replay_round = replay_round  # type: ignore[method-assign]
 
 
 def profiled(call: Callable[[], Any], times: int = 1) -> dict[str, Any]:
@@ -376,7 +387,7 @@ def main() -> int:
                 run.measure("kernels", work, rows=rows, configuration=" ".join(switches))
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
-        loop.sample_target_tokens = with_forced_acceptance(loop.sample_target_tokens, options.accepted)
+        loop.accept_path = with_forced_acceptance(loop.accept_path, options.accepted)
 
         def options_of(method: str) -> dict[str, Any]:
             own = METHODS[method]
@@ -414,6 +425,8 @@ def main() -> int:
                     is_default = measured is rounds and switches == CONFIGURATIONS[0]
                     if is_default and method in ("longspec", "eagle3") and context in (contexts[0], contexts[-1]):
                         run.measure("rounds", lambda timed=timed: timed(plan="auto"), **unit, plan="auto")
+                        with by_levels():
+                            run.measure("rounds", timed, **unit, by_levels=True)
         for method in ("ar", "specpv") if GPU else ():  # the KV of a model on a CPU is in host memory already
             chosen = options_of(method)
 
