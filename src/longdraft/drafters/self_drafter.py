@@ -19,6 +19,7 @@ import torch
 
 from longdraft.drafters.shared.lm_round import LMDraftRound
 from longdraft.drafters.shared.tree_drafter import TreeDrafter
+from longdraft.drafts.four_bit import four_bit_draft
 from longdraft.drafts.fused_lm import FusedLM
 from longdraft.engine.drafter import CHEAP_FORWARD_RATIO, DraftNeeds, SelfDraftCost
 from longdraft.engine.round_result import RoundResult
@@ -101,8 +102,8 @@ class SelfOptions(ViewOptions):
     )
     draft_weights: str | None = option(
         choices=("own", "q4_0"),
-        help="weights of draft forwards on a CPU; q4_0: a copy in four bits, if the model's have seven or more",
-        usual="own; float32 arithmetic: q4_0",
+        help="weights of draft forwards; q4_0: a copy in four bits, if the model's have seven or more",
+        usual="own; float32 arithmetic on a CPU: q4_0",
     )
 
     def make_view(self) -> View:
@@ -173,18 +174,19 @@ class SelfDrafter(TreeDrafter):
         self._calibrators: dict[int, AcceptanceCalibrator] = {}  # by sequence index
         self._slots_without_queries: set[int] = set()  # slots whose last round had no queries
         self.fused_lm: FusedLM | None = None
+        self._forward_ratio = 1.0  # seconds of a draft forward / seconds of the target's, from :meth:`bind` on
         self.max_verified_tokens = 0  # most tokens of one :meth:`verify`; set by the drafter that calls it
 
     @property
     def self_draft_cost(self) -> SelfDraftCost:
         kv_dtype, view = self.runner.kv_dtype, self.view
         relative_size = (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
-        ratio = 1.0 if self.fused_lm is None else self.fused_lm.forward_ratio
-        return SelfDraftCost(lambda length: min(length, view.size) * relative_size, ratio, self._prior_acceptance)
+        kv_tokens_read = lambda length: min(length, view.size) * relative_size  # noqa: E731
+        return SelfDraftCost(kv_tokens_read, self._forward_ratio, self._prior_acceptance)
 
     def _prior_acceptance(self, length: int) -> float:
         """Returns the assumed acceptance rate in a context of ``length`` tokens."""
-        is_cheap = self.fused_lm is not None and self.fused_lm.forward_ratio < CHEAP_FORWARD_RATIO
+        is_cheap = self._forward_ratio < CHEAP_FORWARD_RATIO
         return QUANTIZED_ACCEPTANCE if is_cheap and length <= self.view.size else self.prior_acceptance
 
     def needs(self, runner: TargetRunner) -> DraftNeeds:
@@ -206,7 +208,12 @@ class SelfDrafter(TreeDrafter):
             return runner.new_store(slots, capacity, features, resident=True, dtype=self.view_dtype, with_states=False)
 
         self.cache = SparseKVCache(store, new_store, self.view, self.scratch_entries)
-        self.fused_lm = FusedLM.from_runner(runner, self._draft_weights)
+        self._draft_runner, self.fused_lm = runner, FusedLM.from_runner(runner, self._draft_weights)
+        self._forward_ratio = 1.0 if self.fused_lm is None else self.fused_lm.forward_ratio
+        if runner.device.type == "cuda" and self._draft_weights == "q4_0":
+            draft = four_bit_draft(runner)
+            if draft is not None:
+                self._draft_runner, self._forward_ratio = draft.runner, draft.forward_ratio
 
     @property
     def scratch_entries(self) -> int:
@@ -221,7 +228,7 @@ class SelfDrafter(TreeDrafter):
             calibrators = [self.calibrator(sequences[i]) for i in level.sequence_indices]
             return torch.stack([c.calibrate(x) for c, x in zip(calibrators, logprobs, strict=True)])
 
-        draft_round = LMDraftRound(self, self.runner, self.cache.store, self.fused_lm, sequences)
+        draft_round = LMDraftRound(self, self._draft_runner, self.cache.store, self.fused_lm, sequences)
         expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, calibrate=calibrate)
         return self.grow(sequences, expander, limit)
 

@@ -123,8 +123,8 @@ def _read_outputs(runner: TargetRunner, sequences: list[Sequence], results: torc
         if NAN_TOKEN in target_tokens:
             raise nan_logits_error(runner.model)
         tree = TokenTree(tokens, (-1, *parents[1:]), tuple(node_logprobs)).limit_depth(s.max_draft_depth)
-        known = list(target_tokens[: tree.size])  # deeper nodes come last
-        outputs.append(VerifyOutput(s, tree, no_logits, (no_logits, no_logits), {}, target_tokens=known))
+        tokens_at_nodes = list(target_tokens[: tree.size])  # deeper nodes come last
+        outputs.append(VerifyOutput(s, tree, no_logits, (no_logits, no_logits), {}, target_tokens=tokens_at_nodes))
     return outputs
 
 
