@@ -17,6 +17,7 @@ from longdraft import Speculator
 from longdraft.attention.transfer import to_device
 from longdraft.drafters.shared.block_drafter import BlockDrafter
 from longdraft.engine.prefill import default_chunk_size
+from longdraft.errors import NumericalError
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.tree import NodeLimit
@@ -172,6 +173,15 @@ def test_a_recorded_round_drafts_what_the_round_drafts(method, tree, specs, simu
     assert found[0] == found[1] == found[2] and by_levels.replays > len(found[0])
     assert tree is not WIDE or 0 < sum(accepted for *_, accepted, _ in found[0]) < sum(step[1] for step in found[0])
     assert tree is OPT or 0 < whole.replays < len(found[0])
+
+
+def test_a_whole_round_without_numbers_is_an_error(specs, simulated_gpu, monkeypatch):
+    spec = Speculator("longspec", target=to_simulated_gpu(specs.model), plan="fixed", **options_of(specs, "longspec"))
+    spec.runner().graphs = CudaGraphs(SimulatedGraphs(simulated_gpu), uses_before_capture=0)
+    compute = TargetRunner.compute_captured
+    monkeypatch.setattr(TargetRunner, "compute_captured", lambda *args: compute(*args).fill_(float("nan")))
+    with pytest.raises(NumericalError, match="NaN"):
+        spec.generate(PROMPTS, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("method", ["longspec", slow("eagle3")])

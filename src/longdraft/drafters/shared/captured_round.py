@@ -45,7 +45,8 @@ def can_capture(drafter: BlockDrafter) -> bool:
     """Returns True if a graph can contain all of a round of this drafter."""
     store, tree = drafter.store, drafter.tree
     drafts_by_levels = drafter.round_type is DraftRound and drafter.retrieval is None and drafter.is_capturable
-    is_capturable = drafter.runner.graphs.enabled and supports_batched_attend(drafter.cache) and store.is_resident
+    runs_graphs = drafter.runner.graphs.enabled and drafter.runner.fixed_batch_rows is None
+    is_capturable = runs_graphs and supports_batched_attend(drafter.cache) and store.is_resident
     return drafts_by_levels and is_capturable and tree.is_fixed and tree.max_nodes < CAPTURE_QUERY_LENS[-1]
 
 
