@@ -175,6 +175,27 @@ def test_a_recorded_round_drafts_what_the_round_drafts(method, tree, specs, simu
     assert tree is OPT or 0 < whole.replays < len(found[0])
 
 
+@pytest.mark.parametrize("method", ["longspec", slow("eagle3")])
+def test_a_planned_round_is_whole_too_where_the_draft_runs(method, specs, simulated_gpu):
+    """Of few sizes, which grow while the planner learns that more nodes pay."""
+    options = {name: x for name, x in options_of(specs, method).items() if name not in COUNTED[method]}
+    expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=40, eos_token_ids=[])
+    to_simulated_gpu(specs.model)
+    spec = Speculator(method, target=specs.model, plan={1: 0.02, 64: 0.021}, **options)  # trees cost next to nothing
+    recorder = SimulatedGraphs(simulated_gpu)
+    spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
+    outputs, waits = rounds(spec, simulated_gpu, 40)
+    assert outputs == [r.token_ids for r in expected] and set(waits) == {1}
+    again = list(spec.stream(PROMPTS[:1], max_new_tokens=40, eos_token_ids=[]))
+    sizes = sorted({step.drafted for step in again if step.drafted and step.finish_reason is None})
+    assert len(sizes) <= 2 and sizes[-1] in (32, 50, 59) and 0 < sum(s.accepted for s in again) < len(again) * sizes[-1]
+    assert recorder.captures <= 8
+    costly = Speculator(method, target=specs.model, plan={1: 0.02, 2: 2.0}, **options)  # none pays
+    costly.runner().graphs = CudaGraphs(SimulatedGraphs(simulated_gpu), uses_before_capture=0)
+    drafted = [step.drafted for step in costly.stream(PROMPTS, max_new_tokens=12, eos_token_ids=[]) if step.token_ids]
+    assert not any(drafted[2 + len(PROMPTS) :])  # the first round tried, before anything was learned
+
+
 def test_a_whole_round_without_numbers_is_an_error(specs, simulated_gpu, monkeypatch):
     spec = Speculator("longspec", target=to_simulated_gpu(specs.model), plan="fixed", **options_of(specs, "longspec"))
     spec.runner().graphs = CudaGraphs(SimulatedGraphs(simulated_gpu), uses_before_capture=0)

@@ -81,7 +81,7 @@ def rounds(
         drafting = forwards * forward_seconds if chosen else 0.0
         verifying = planner.costs.table.seconds_at(max(t.size for t in verified) * len(sequences), 0) * step
         events = [event(s, t, right if s in chosen else 0) for s, t in zip(sequences, verified, strict=True)]
-        plan.observe(events, forwards if chosen else 0, drafting, verifying)
+        plan.observe(events, forwards if chosen else 0, drafting + verifying, drafting)
         seconds += drafting + verifying
     return asked, seconds
 
@@ -175,7 +175,7 @@ def test_in_a_batch_a_text_whose_draft_is_bad_is_left_out():
         chosen = plan.limit.select_sequences([good, bad], [ROOT, ROOT])
         verified = plan.prune([tree(0.8, 0.8) if s in chosen else ROOT for s in (good, bad)])
         events = [event(s, t, 2 * (s is good)) for s, t in zip((good, bad), verified, strict=True)]
-        plan.observe(events, 2 * bool(chosen), 0.4 * bool(chosen), 1.0)
+        plan.observe(events, 2 * bool(chosen), 0.4 * bool(chosen) + 1.0, 0.4 * bool(chosen))
         for s in chosen:
             asked[s.index] += 1
     assert asked[0] > 90 and asked[1] < 50

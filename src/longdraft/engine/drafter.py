@@ -65,6 +65,9 @@ class Drafter(ABC):
     free: bool = False
     """True if the drafter can propose without a forward of a draft model, so drafting is never skipped to save time."""
 
+    replays_rounds: bool = False
+    """True if :meth:`replay_round` may serve a round; known after :meth:`bind`."""
+
     forwards: int = 0
     """Number of draft forwards so far; stays 0 if drafting costs almost no time."""
 
@@ -108,9 +111,9 @@ class Drafter(ABC):
         trees; with None, trees have the drafter's default sizes.
         """
 
-    def replay_round(self, sequences: list[Sequence]) -> list[VerifyOutput] | None:
-        """Drafts and verifies in one CUDA graph, without a planner. Returns None if no graph can do all of it: the
-        caller then calls :meth:`propose`, and verifies."""
+    def replay_round(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[VerifyOutput] | None:
+        """Drafts and verifies in one CUDA graph, for sequences and a limit as for :meth:`propose`. Returns None if no
+        graph can do all of it: the caller then calls :meth:`propose`, and verifies."""
         return None
 
     def observe(self, round_result: RoundResult) -> None:  # noqa: B027

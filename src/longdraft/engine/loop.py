@@ -72,18 +72,17 @@ class Engine:
         """Runs a round: each sequence of the batch emits at least one token. Returns a step for each sequence."""
         start, num_forwards_before = time.perf_counter(), self.drafter.forwards
         plan = self._plan_round(batch)
-        outputs = self._replay(batch) if plan is None else None
-        draft_seconds, num_forwards = 0.0, 0
+        outputs, draft_seconds = self._replay(batch, plan), None
         if outputs is None:
             trees = self._draft(batch, plan)
             draft_seconds = time.perf_counter() - start
-            num_forwards = self.drafter.forwards - num_forwards_before
-            outputs = self._verify(batch, trees, has_drafted=plan is None or num_forwards > 0)
+            has_drafted = plan is None or self.drafter.forwards > num_forwards_before
+            outputs = self._verify(batch, trees, has_drafted)
         paths = self._accept(outputs)
         round_results = self._commit(outputs, paths)
         seconds = time.perf_counter() - start
         if plan is not None:
-            plan.observe(round_results, num_forwards, draft_seconds, seconds - draft_seconds)
+            plan.observe(round_results, self.drafter.forwards - num_forwards_before, seconds, draft_seconds)
         # Only the first step has the round's seconds, because callers add up the seconds of all steps.
         return [make_step(round_result, 0.0 if i else seconds) for i, round_result in enumerate(round_results)]
 
@@ -93,11 +92,14 @@ class Engine:
             return None
         return RoundPlan(self._planner, self.drafter, batch, [self.verifier.kv_len(s) for s in batch])
 
-    def _replay(self, batch: list[Sequence]) -> list[VerifyOutput] | None:
+    def _replay(self, batch: list[Sequence], plan: RoundPlan | None) -> list[VerifyOutput] | None:
         """Drafts and verifies in one CUDA graph; None if none serves this round."""
-        if type(self.verifier) is not Verifier or self._query_layers:
+        if not self.drafter.replays_rounds or type(self.verifier) is not Verifier or self._query_layers:
             return None
-        return self.drafter.replay_round(batch)
+        if plan is None:
+            return self.drafter.replay_round(batch)
+        drafting = plan.limit.select_sequences(batch, [root_tree(s.output[-1]) for s in batch])
+        return self.drafter.replay_round(batch, plan.limit) if len(drafting) == len(batch) else None
 
     def _draft(self, batch: list[Sequence], plan: RoundPlan | None) -> list[TokenTree]:
         """Returns a tree for each sequence: the root alone if drafting is not worthwhile."""

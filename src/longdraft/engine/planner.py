@@ -114,11 +114,21 @@ class RoundPlan:
         return [tree.keep_best(num_nodes) for tree in trees]
 
     def observe(
-        self, results: SequenceOf[RoundResult], num_draft_forwards: int, draft_seconds: float, verify_seconds: float
+        self, results: SequenceOf[RoundResult], num_draft_forwards: int, seconds: float, draft_seconds: float | None
     ) -> None:
-        """Learns from the results of all sequences, the number of draft forwards, the wall time of drafting, and the
-        wall time of the rest of the round."""
+        """Learns from a round.
+
+        Args:
+            results: the results of all sequences.
+            seconds: wall time of the round.
+            draft_seconds: wall time of drafting, a part of ``seconds``; None: one CUDA graph drafted and verified. Then
+                what the verification takes beside is taken as predicted, and trees were not pruned.
+        """
         planner, query_len = self._planner, max(result.tree.size for result in results)
+        if draft_seconds is None:
+            self.prune([result.tree for result in results])  # learns how many nodes would have been worth verifying
+            draft_seconds = max(0.0, seconds - self._forward_seconds(query_len))
+        verify_seconds = seconds - draft_seconds
         if not planner.use_clock:
             draft_seconds, verify_seconds = 0.0, self._forward_seconds(query_len)
         # A SpecPV round that refreshes also verifies earlier tokens, so its time says nothing about this round's trees.

@@ -30,6 +30,7 @@ STATIC = (3, 3, 3)  # TokenSwift: children of each node, after a first level tha
 DYNAMIC_DEPTH, DYNAMIC_TOP_K, DYNAMIC_NODES = 8, 10, 59
 # SpecExtend's OPT-Tree, appendix D. The paper expands all nodes of a level; expanding 10 of them costs less.
 OPT_NODES, OPT_DEPTH, OPT_THRESHOLD, OPT_TOP_K = 50, 10, 0.7, 10
+FIXED_NODES = (8, 16, 32)  # draft nodes of trees of a fixed shape, below the maximum
 CHAIN_LENGTH, MAX_CHAIN_LENGTH = 4, 12  # tokens of a chain by default, and at most if a planner ends it
 
 
@@ -107,6 +108,15 @@ class TreeConfig:
             return replace(self, branching=(1,) * length, min_expected_gain=limit.min_expected_gain)
         nodes = max(1, min(self.max_nodes, OPT_NODES, limit.max_nodes))
         return opt(nodes, self.depth, limit.min_expected_gain, self.top_k if self.name == "opt" else OPT_TOP_K)
+
+    def as_fixed(self, max_nodes: int) -> TreeConfig:
+        """Returns a shape of which every tree has all levels, for about ``max_nodes`` draft nodes: this one if it
+        :attr:`is_fixed`, or else an OPT-Tree without a threshold. Sizes are few, because each takes a CUDA graph."""
+        if self.is_fixed:
+            return self
+        nodes = min(self.max_nodes, next((n for n in FIXED_NODES if n >= max_nodes), self.max_nodes))
+        top_k = self.top_k if self.name == "opt" else OPT_TOP_K
+        return replace(opt(nodes, min(self.depth, nodes), top_k=top_k), threshold=None)
 
     def grow(
         self, roots: Sequence[int], expander: LevelExpander, max_depths: Sequence[int] | None = None

@@ -51,7 +51,7 @@ class BlockDrafter(RetrievalDrafter):
         self.bound = self.draft.bind(runner)
         self.runner, self.store = runner, store
         self.cache = self.make_cache()
-        self._can_capture = captured_round.can_capture(self)
+        self.replays_rounds = captured_round.can_capture(self)
 
     @abstractmethod
     def make_cache(self) -> DraftCache:
@@ -87,8 +87,8 @@ class BlockDrafter(RetrievalDrafter):
         expander = LevelExpander(draft_round.logits_or_topk, self.runner.device, self.bound.draft_to_target_ids)
         return self.grow(sequences, expander, limit)
 
-    def replay_round(self, sequences: list[Sequence]) -> list[VerifyOutput] | None:
-        return captured_round.replay_round(self, sequences) if self._can_capture else None
+    def replay_round(self, sequences: list[Sequence], limit: NodeLimit | None = None) -> list[VerifyOutput] | None:
+        return captured_round.replay_round(self, sequences, limit) if self.replays_rounds else None
 
     def num_input_tokens(self, sequence: Sequence) -> int:
         """Returns the number of positions of a sequence whose input tokens are known."""

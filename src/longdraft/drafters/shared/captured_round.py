@@ -31,7 +31,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.trees.device_trees import DeviceTrees, choose_nodes
 from longdraft.trees.level import LevelExpander, TreeLevel
 from longdraft.trees.masks import AncestorMask
-from longdraft.trees.tree import TokenTree
+from longdraft.trees.tree import NodeLimit, TokenTree
 from longdraft.trees.tree_config import TreeConfig
 
 if TYPE_CHECKING:
@@ -43,17 +43,24 @@ NAN_TOKEN = -1  # stands for the target's token at a node whose logits are NaN
 
 def can_capture(drafter: BlockDrafter) -> bool:
     """Returns True if a graph can contain all of a round of this drafter."""
-    store, tree = drafter.store, drafter.tree
+    store, max_nodes = drafter.store, drafter.tree.max_nodes
     drafts_by_levels = drafter.round_type is DraftRound and drafter.retrieval is None and drafter.is_capturable
     runs_graphs = drafter.runner.graphs.enabled and drafter.runner.fixed_batch_rows is None
     is_capturable = runs_graphs and supports_batched_attend(drafter.cache) and store.is_resident
-    return drafts_by_levels and is_capturable and tree.is_fixed and tree.max_nodes < CAPTURE_QUERY_LENS[-1]
+    return drafts_by_levels and is_capturable and max_nodes < CAPTURE_QUERY_LENS[-1]
 
 
-def replay_round(drafter: BlockDrafter, sequences: list[Sequence]) -> list[VerifyOutput] | None:
+def replay_round(
+    drafter: BlockDrafter, sequences: list[Sequence], limit: NodeLimit | None
+) -> list[VerifyOutput] | None:
     """Replays a round; see :meth:`~longdraft.engine.drafter.Drafter.replay_round`. :func:`can_capture` must be true."""
     runner, store, cache, tree = drafter.runner, drafter.store, drafter.cache, drafter.tree
-    if not all(_can_feed(drafter, s) for s in sequences):
+    if limit is not None and not tree.is_user_defined:  # of a tree that the user chose, a planner verifies a part
+        tree = tree.as_fixed(limit.max_nodes)
+    if not tree.is_fixed or (limit is not None and tree.is_user_defined):
+        return None
+    num_fed = tree.depth + 1
+    if not all(_can_feed(drafter, s, num_fed) for s in sequences):
         return None
     samples = not sequences[0].greedy
     if not all(s.sampler.is_predictable if samples else s.sampler.is_argmax for s in sequences):
@@ -61,7 +68,7 @@ def replay_round(drafter: BlockDrafter, sequences: list[Sequence]) -> list[Verif
     if not any(s.max_draft_depth for s in sequences):  # a plain step emits the last token of all
         return None
     kv_bound = runner.graphs.kv_bound(max(store.lengths[s.slot] for s in sequences), store.capacity)
-    most_entries = max(cache.store.lengths[s.slot] for s in sequences) + _num_fed(drafter) + cache.scratch
+    most_entries = max(cache.store.lengths[s.slot] for s in sequences) + num_fed + cache.scratch
     draft_kv_bound = runner.graphs.kv_bound(most_entries, cache.store.capacity)
     graph = RoundGraph(
         drafter.bound, tree, runner, store.for_graph(), cache.store.for_graph(), kv_bound, draft_kv_bound,
@@ -74,32 +81,27 @@ def replay_round(drafter: BlockDrafter, sequences: list[Sequence]) -> list[Verif
         *map(tensor_key, (store.keys, store.values, cache.store.keys, cache.store.values)),
     )  # fmt: skip
     owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
-    results = runner.replay_round(owner, key, partial(_inputs, drafter, sequences, samples), graph.compute)
+    results = runner.replay_round(owner, key, partial(_inputs, drafter, sequences, tree, samples), graph.compute)
     if results is None:
         return None
     drafter.forwards += tree.depth
     return _read_outputs(runner, sequences, results)
 
 
-def _num_fed(drafter: BlockDrafter) -> int:
-    """Returns W, the most tokens that a round emits."""
-    return drafter.tree.depth + 1
-
-
-def _can_feed(drafter: BlockDrafter, s: Sequence) -> bool:
+def _can_feed(drafter: BlockDrafter, s: Sequence, num_fed: int) -> bool:
     """Returns True if W tokens contain all that the draft has not seen, and older ones of them may be fed again."""
-    cache, num_fed = drafter.cache, _num_fed(drafter)
+    cache = drafter.cache
     num_new = drafter.num_input_tokens(s) - cache.context_len(s.slot)
     most = min(cache.max_new_entries, cache.keep_last or num_fed, cache.contiguous_suffix_len(s.slot) + num_new)
     return num_new <= num_fed <= most
 
 
-def _inputs(drafter: BlockDrafter, sequences: list[Sequence], samples: bool) -> RoundInputs:
+def _inputs(drafter: BlockDrafter, sequences: list[Sequence], tree: TreeConfig, samples: bool) -> RoundInputs:
     """Commits the entries of new tokens in the draft's cache, which the graph fills. Returns the integers of each
     sequence: slot, KV length of the target, entries of the draft's cache, position of the next token, number of the
     target's entries that the draft reads, most levels; the first entry that each level sees; the tokens to feed. And if
     tokens are sampled, the noise of the next D + 1 samples of each sequence."""
-    cache, depth, rows = drafter.cache, drafter.tree.depth, []
+    cache, depth, rows = drafter.cache, tree.depth, []
     for s in sequences:
         end = drafter.num_input_tokens(s)
         num_new = end - cache.context_len(s.slot)
@@ -109,7 +111,7 @@ def _inputs(drafter: BlockDrafter, sequences: list[Sequence], samples: bool) -> 
         row = [s.slot, drafter.store.lengths[s.slot], cache.store.lengths[s.slot], cache.next_position(s.slot)]
         row += [0 if target_kv is None else target_kv[2][0], s.max_draft_depth]
         row += [cache.window_start(s.slot, level) for level in range(depth)]
-        rows.append([*row, *drafter.input_tokens(s, end - _num_fed(drafter), end)])
+        rows.append([*row, *drafter.input_tokens(s, end - depth - 1, end)])
     noise = [s.sampler.noise.peek(i) for s in sequences for i in range(depth + 1)] if samples else []
     return rows, [x for x in noise if x is not None]
 
