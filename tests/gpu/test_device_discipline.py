@@ -188,7 +188,11 @@ def test_a_planned_round_is_whole_too_where_the_draft_runs(method, specs, simula
     assert outputs == [r.token_ids for r in expected] and set(waits) == {1}
     again = list(spec.stream(PROMPTS[:1], max_new_tokens=40, eos_token_ids=[]))
     sizes = sorted({step.drafted for step in again if step.drafted and step.finish_reason is None})
-    assert len(sizes) <= 2 and sizes[-1] in (32, 50, 59) and 0 < sum(s.accepted for s in again) < len(again) * sizes[-1]
+    assert (
+        len(sizes) <= 2
+        and set(sizes) <= {16, 32, 50, 59}
+        and 0 < sum(s.accepted for s in again) < len(again) * sizes[-1]
+    )
     assert recorder.captures <= 8
     costly = Speculator(method, target=specs.model, plan={1: 0.02, 2: 2.0}, **options)  # none pays
     costly.runner().graphs = CudaGraphs(SimulatedGraphs(simulated_gpu), uses_before_capture=0)
