@@ -175,9 +175,9 @@ def test_a_recorded_round_drafts_what_the_round_drafts(method, tree, specs, simu
     assert tree is OPT or 0 < whole.replays < len(found[0])
 
 
-@pytest.mark.parametrize("method", ["longspec", slow("eagle3")])
-def test_a_planned_round_is_whole_too_where_the_draft_runs(method, specs, simulated_gpu):
+def test_a_planned_round_is_whole_too_where_the_draft_runs(specs, simulated_gpu):
     """Of few sizes, which grow while the planner learns that more nodes pay."""
+    method = "eagle3"
     options = {name: x for name, x in options_of(specs, method).items() if name not in COUNTED[method]}
     expected = Speculator("ar", target=specs.model).generate(PROMPTS, max_new_tokens=40, eos_token_ids=[])
     to_simulated_gpu(specs.model)
@@ -186,14 +186,10 @@ def test_a_planned_round_is_whole_too_where_the_draft_runs(method, specs, simula
     spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     outputs, waits = rounds(spec, simulated_gpu, 40)
     assert outputs == [r.token_ids for r in expected] and set(waits) == {1}
-    again = list(spec.stream(PROMPTS[:1], max_new_tokens=40, eos_token_ids=[]))
-    sizes = sorted({step.drafted for step in again if step.drafted and step.finish_reason is None})
-    assert (
-        len(sizes) <= 2
-        and set(sizes) <= {16, 32, 50, 59}
-        and 0 < sum(s.accepted for s in again) < len(again) * sizes[-1]
-    )
-    assert recorder.captures <= 8
+    again = list(spec.stream(PROMPTS, max_new_tokens=40, eos_token_ids=[]))
+    sizes = {step.drafted for step in again if step.drafted and step.finish_reason is None}
+    assert len(sizes) <= 2 and sizes <= {16, 32, 50, 59} and recorder.captures <= 8
+    assert 0 < sum(step.accepted for step in again) < sum(step.drafted for step in again)
     costly = Speculator(method, target=specs.model, plan={1: 0.02, 2: 2.0}, **options)  # none pays
     costly.runner().graphs = CudaGraphs(SimulatedGraphs(simulated_gpu), uses_before_capture=0)
     drafted = [step.drafted for step in costly.stream(PROMPTS, max_new_tokens=12, eos_token_ids=[]) if step.token_ids]
