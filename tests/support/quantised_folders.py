@@ -103,26 +103,24 @@ def _in_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (groups / scales[..., None]).round().clamp(-8, 7).flatten(1).int() + 8, scales
 
 
+def pack(kind: str, numbers: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a layer of AWQ's or GPTQ's kind: integers (out, in), zero points and scales (out, groups)."""
+    if kind == "gptq":
+        packed = {"qweight": _nibbles(numbers.T, 0), "qzeros": _nibbles(zeros.T - 1, 1)}
+        return packed | {"scales": scales.T.half(), "g_idx": torch.arange(numbers.shape[1]).int() // GROUP}
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    packed = {"qweight": _nibbles(numbers.T, 1, order), "qzeros": _nibbles(zeros.T, 1, order)}
+    return packed | {"scales": scales.T.half()}
+
+
 def _gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     numbers, scales = _in_groups(weight)
-    zeros = torch.full((scales.shape[1], len(weight)), 7)
-    groups = torch.arange(weight.shape[1]).int() // GROUP
-    return {
-        "qweight": _nibbles(numbers.T, 0),
-        "qzeros": _nibbles(zeros, 1),
-        "scales": scales.T.half(),
-        "g_idx": groups,
-    }
+    return pack("gptq", numbers, torch.full_like(scales, 8).int(), scales)
 
 
 def _awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     numbers, scales = _in_groups(weight)
-    zeros, order = torch.full((scales.shape[1], len(weight)), 8), (0, 2, 4, 6, 1, 3, 5, 7)
-    return {
-        "qweight": _nibbles(numbers.T, 1, order),
-        "qzeros": _nibbles(zeros, 1, order),
-        "scales": scales.T.half(),
-    }
+    return pack("awq", numbers, torch.full_like(scales, 8).int(), scales)
 
 
 def _fp8_blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.load.gc_pause import gc_paused
 from longdraft.model.quant import stored_model
 from longdraft.model.quant.external import decompress_to
+from longdraft.model.quant.packed import reading_packed_layers
 from longdraft.options import Option
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -137,7 +139,8 @@ def _read(
     if arithmetic == "int8":
         raise int8_unavailable_error(name, "that is for GGUF files whose weights are stored in 8 bits or fewer")
     keeps_stored = dtype == torch.float32 and bool(native.kernels() if weights is None else weights == "stored")
-    loaded = read_checkpoint(name, dtype, rope_factor, keep_dtype=keeps_stored, tensor_parallel=tensor_parallel)
+    with reading_packed_layers() if reads_planes and weights != "float32" else nullcontext():
+        loaded = read_checkpoint(name, dtype, rope_factor, keep_dtype=keeps_stored, tensor_parallel=tensor_parallel)
     if isinstance(dtype, torch.dtype):
         decompress_to(loaded.model, dtype)
     if keeps_stored:
