@@ -30,6 +30,7 @@ from longdraft.options import declared, option
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Processors that ignore the context. So a draft's top k tokens can be processed without the rest of the vocabulary.
 _CONTEXT_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_CONTEXT_FREE_CLASSES = (*_CONTEXT_FREE, logits_processors.FastTopP)
 _MIN_NOISE = 1e-30  # replaces noise of 0, whose logarithm is -inf
 
 
@@ -207,8 +208,11 @@ class Sampler:
         """True if a sample depends on the logits and on known noise alone: no processor reads the context."""
         return self.is_noise_known and all(isinstance(p, _CONTEXT_FREE) for p in self.processors)
 
-    def settings_key(self) -> Hashable:
-        """Returns the types and the values of the processors that ignore the context."""
+    @property
+    def settings_key(self) -> Hashable | None:
+        """The types and the values of the processors; None if one may read the context, or is of a user's class."""
+        if any(type(p) not in _CONTEXT_FREE_CLASSES for p in self.processors):
+            return None
         return tuple((type(p), tuple(sorted(vars(p).items()))) for p in self.processors)
 
     def fork_for_draft(self) -> Sampler:

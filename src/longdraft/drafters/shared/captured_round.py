@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.drafters.shared.draft_batch import DeviceBatch, batched_attend, supports_batched_attend
+from longdraft.drafters.shared.draft_block import ALL, OutputRows
 from longdraft.drafters.shared.draft_round import BoundDraft, CrossFn, DraftRound, cross_attend, run_draft_block
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
@@ -37,8 +38,35 @@ from longdraft.trees.tree_config import TreeConfig
 if TYPE_CHECKING:
     from longdraft.drafters.shared.block_drafter import BlockDrafter
 
-NUM_LENGTHS = 6  # integers of a sequence before its window starts and tokens, see _inputs
 NAN_TOKEN = -1  # stands for the target's token at a node whose logits are NaN
+
+
+class Rows(NamedTuple):
+    """The integers of B sequences on the device.
+
+    Attributes:
+        slots, kv_lens: (B,) slot and KV length of the target.
+        cache_lens, positions: (B,) number of entries of the draft's cache, and the position of the next token.
+        cross_lens: (B,) number of the target's entries that the draft reads.
+        max_depths: (B,) most levels of a tree whose tokens may still be emitted.
+        window_starts: (B, D) first entry of the draft's cache that each level sees.
+        tokens: (B, W) the tokens to feed.
+    """
+
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    cache_lens: torch.Tensor
+    positions: torch.Tensor
+    cross_lens: torch.Tensor
+    max_depths: torch.Tensor
+    window_starts: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def split(cls, integers: torch.Tensor, depth: int) -> Rows:
+        """Splits the integers (B, 6 + D + W) of :func:`_inputs`."""
+        *lengths, window_starts, tokens = integers.split([1] * 6 + [depth, integers.shape[1] - depth - 6], dim=1)
+        return cls(*(x[:, 0] for x in lengths), window_starts=window_starts, tokens=tokens)
 
 
 def can_capture(drafter: BlockDrafter) -> bool:
@@ -62,8 +90,9 @@ def replay_round(
     num_fed = tree.depth + 1
     if not all(_can_feed(drafter, s, num_fed) for s in sequences):
         return None
+    settings = tuple(s.sampler.settings_key for s in sequences)
     samples = not sequences[0].greedy
-    if not all(s.sampler.is_predictable if samples else s.sampler.is_argmax for s in sequences):
+    if None in settings or not all(s.sampler.is_noise_known if samples else s.sampler.is_argmax for s in sequences):
         return None
     if not any(s.max_draft_depth for s in sequences):  # a plain step emits the last token of all
         return None
@@ -77,8 +106,7 @@ def replay_round(
     )  # fmt: skip
     key = (
         "round", drafter.bound.block, tree, len(sequences), kv_bound, draft_kv_bound,
-        tuple(s.sampler.settings_key() for s in sequences) if samples else (),
-        *map(tensor_key, (store.keys, store.values, cache.store.keys, cache.store.values)),
+        samples, settings, *map(tensor_key, (store.keys, store.values, cache.store.keys, cache.store.values)),
     )  # fmt: skip
     owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
     results = runner.replay_round(owner, key, partial(_inputs, drafter, sequences, tree, samples), graph.compute)
@@ -97,10 +125,8 @@ def _can_feed(drafter: BlockDrafter, s: Sequence, num_fed: int) -> bool:
 
 
 def _inputs(drafter: BlockDrafter, sequences: list[Sequence], tree: TreeConfig, samples: bool) -> RoundInputs:
-    """Commits the entries of new tokens in the draft's cache, which the graph fills. Returns the integers of each
-    sequence: slot, KV length of the target, entries of the draft's cache, position of the next token, number of the
-    target's entries that the draft reads, most levels; the first entry that each level sees; the tokens to feed. And if
-    tokens are sampled, the noise of the next D + 1 samples of each sequence."""
+    """Commits the entries of new tokens in the draft's cache, which the graph fills. For each sequence, returns the
+    fields of :class:`Rows` and, if tokens are sampled, the noise of the next D + 1 samples."""
     cache, depth, rows = drafter.cache, tree.depth, []
     for s in sequences:
         end = drafter.num_input_tokens(s)
@@ -154,25 +180,26 @@ class RoundGraph:
     reads_features: bool
     samplers: tuple[Sampler, ...]
 
-    def compute(self, rows: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, integers: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         """Computes a round.
 
         Args:
-            rows: (B, 6 + D + W) the integers of each sequence, see :func:`_inputs`.
+            integers: (B, 6 + D + W) those of :class:`Rows`.
             noise: (B * (D + 1), vocabulary) of the next samples; None: tokens are the argmax.
 
         Returns:
             int32 (B, N, 4): each node's token, parent, the target's token there, and the bits of the draft's
             log-probability.
         """
-        noise = None if noise is None else noise.unflatten(0, (len(rows), -1))
+        rows, num_sequences = Rows.split(integers, self.tree.depth), len(integers)
+        noise = None if noise is None else noise.unflatten(0, (num_sequences, -1))
         trees = self._grow(rows, noise)
-        slots, kv_lens = rows[:, 0], rows[:, 1]
         num_nodes = trees.tokens.shape[1]
         batch = ForwardBatch(
             # Values on the host are placeholders: a captured forward reads the tensors.
-            (-1,) * len(rows), (min(self.kv_bound, self.store.capacity - num_nodes),) * len(rows), num_nodes,
-            trees.mask, slots.int(), kv_lens.int(), trees.tokens, kv_lens[:, None] + trees.depths, is_captured=True,
+            (-1,) * num_sequences, (min(self.kv_bound, self.store.capacity - num_nodes),) * num_sequences, num_nodes,
+            trees.mask, rows.slots.int(), rows.kv_lens.int(), trees.tokens, rows.kv_lens[:, None] + trees.depths,
+            is_captured=True,
         )  # fmt: skip
         logits = self.runner.compute_captured(self.store, batch)
         maxima, target_tokens = logits.max(-1)
@@ -180,27 +207,26 @@ class RoundGraph:
             nodes = zip(self.samplers, logits, noise, trees.depths, strict=True)
             target_tokens = torch.stack([sampler.sample_with(x, e[depths]) for sampler, x, e, depths in nodes])
         paths = trees.accepted_paths(target_tokens, self.tree.depth)
-        self.store.move_paths(slots, kv_lens, paths)
+        self.store.move_paths(rows.slots, rows.kv_lens, paths)
         target_tokens = target_tokens.masked_fill(maxima.isnan(), NAN_TOKEN)  # the maximum is NaN if any logit is
         return torch.stack(
             [*(x.int() for x in (trees.tokens, trees.parents, target_tokens)), trees.logprobs.view(torch.int32)], -1
         )
 
-    def _grow(self, rows: torch.Tensor, noise: torch.Tensor | None) -> DeviceTrees:
+    def _grow(self, rows: Rows, noise: torch.Tensor | None) -> DeviceTrees:
         """Grows the trees, as :class:`~longdraft.drafters.shared.draft_round.DraftRound` does."""
-        depth = self.tree.depth
-        tokens = rows[:, NUM_LENGTHS + depth :]
+        device, (num_sequences, num_fed) = rows.tokens.device, rows.tokens.shape
         cross: CrossFn | None = None
         if self.has_cross_attention:
-            slots, kv_lens = rows[:, 0].int(), rows[:, 4].int()
+            slots, kv_lens = rows.slots.int(), rows.cross_lens.int()
             keys, values = self.store.layer(self.store.shape.layers - 1)
             cross = partial(cross_attend, self.runner.prefix_attend, keys, values, None, self.kv_bound, slots, kv_lens)
         features = None
         if self.reads_features and self.store.features is not None:
             # At position t, the input is token t + 1 with the hidden state at t.
-            positions = rows[:, 3:4] + torch.arange(-tokens.shape[1], 0, device=rows.device)
-            features = self.store.features[rows[:, :1], positions]
-        draft = _GraphDraft(self, rows, tokens, features, cross)
+            positions = rows.positions[:, None] + torch.arange(-num_fed, 0, device=device)
+            features = self.store.features[rows.slots[:, None], positions]
+        draft = _GraphDraft(self, rows, features, cross)
 
         def couple(level: TreeLevel, logprobs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
             assert noise is not None
@@ -208,12 +234,12 @@ class RoundGraph:
             return torch.stack([sampler.couple(*node) for sampler, *node in nodes])
 
         coupled = None if noise is None else couple
-        expander = LevelExpander(draft.logits_or_topk, rows.device, self.bound.draft_to_target_ids, coupled)
-        no_logprobs = torch.zeros(len(rows), 1, dtype=torch.float32, device=rows.device)
-        no_parents = torch.zeros_like(rows[:, :1])
-        roots = TreeLevel(tuple(range(len(rows))), 0, tokens[:, -1:], no_parents, no_logprobs, no_logprobs)
-        levels = self.tree.grow_levels(roots, expander, [depth] * len(rows))
-        return choose_nodes(roots, levels, self.tree.max_nodes, max_depths=rows[:, 5])
+        expander = LevelExpander(draft.logits_or_topk, device, self.bound.draft_to_target_ids, coupled)
+        zeros = torch.zeros(num_sequences, 1, dtype=torch.float32, device=device)
+        tokens = rows.tokens[:, -1:]
+        roots = TreeLevel(tuple(range(num_sequences)), 0, tokens, torch.zeros_like(tokens), zeros, zeros)
+        levels = self.tree.grow_levels(roots, expander, [self.tree.depth] * num_sequences)
+        return choose_nodes(roots, levels, self.tree.max_nodes, rows.max_depths)
 
 
 @dataclass
@@ -221,43 +247,43 @@ class _GraphDraft:
     """The draft's forwards within a captured round: of W tokens of each sequence, then of the expanded nodes."""
 
     graph: RoundGraph
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    target_features: torch.Tensor | None
+    rows: Rows
+    target_features: torch.Tensor | None  # (B, W, size) of the tokens to feed, for EAGLE's drafts
     cross: CrossFn | None
     ancestors: AncestorMask = field(default_factory=AncestorMask)
     last_features: torch.Tensor | None = None  # (B, T, hidden) for the children of the last level's nodes
 
     def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
         """Feeds a level to the draft; see :data:`~longdraft.trees.level.LogitsOrTopk`."""
-        num_sequences, num_fed = self.tokens.shape
-        if level.depth:
-            mask = self.ancestors.add(level)
-            tokens, features, num_nodes, is_root = level.tokens, self.last_features, mask.shape[2], False
-            positions = self.rows[:, 3:4] + level.depth - 1
+        rows, graph, device = self.rows, self.graph, self.rows.tokens.device
+        (num_sequences, num_fed), is_root = rows.tokens.shape, not level.depth
+        outputs: OutputRows = ALL
+        if is_root:
+            tokens, features, num_nodes = rows.tokens, self.target_features, 0
+            mask = torch.empty(num_sequences, 1, 0, dtype=torch.bool, device=device)
+            positions = rows.positions[:, None] + torch.arange(-num_fed, 0, device=device)
+            outputs = torch.arange(1, num_sequences + 1, device=device) * num_fed - 1  # the last token of each
+        else:
+            tokens, features, mask = level.tokens, self.last_features, self.ancestors.add(level)
+            num_nodes, positions = mask.shape[2], rows.positions[:, None] + level.depth - 1
             if features is not None:
                 features = features.gather(1, level.parents[..., None].expand(-1, -1, features.shape[2]))
-        else:
-            mask = torch.empty(num_sequences, 1, 0, dtype=torch.bool, device=self.rows.device)
-            tokens, features, num_nodes, is_root = self.tokens, self.target_features, 0, True
-            positions = self.rows[:, 3:4] + torch.arange(-num_fed, 0, device=self.rows.device)
-        width = tokens.shape[1]
-        cos, sin = (x.view(*positions.shape, -1) for x in self.graph.bound.rotary(positions.flatten()))
+        cos, sin = (x.view(*positions.shape, -1) for x in graph.bound.rotary(positions.flatten()))
         inputs = (tokens, cos, sin) if features is None else (tokens, cos, sin, features)
-        output_rows = torch.arange(1, num_sequences + 1, device=self.rows.device) * width - 1
-        device_batch = self._device_batch(level.depth, width, num_nodes, mask)
-        attend = batched_attend(self.graph.cache_store, device_batch, self.graph.draft_kv_bound)
-        out, *result = run_draft_block(
-            self.graph.bound, is_root and features is not None, self.cross, top_k, len(inputs), *inputs, [attend],
-            output_rows if is_root else slice(None),
-        )  # fmt: skip
+        device_batch = self._device_batch(level.depth, tokens.shape[1], num_nodes, mask)
+        attend_fns = [batched_attend(graph.cache_store, device_batch, graph.draft_kv_bound)]
+        uses_target_features = is_root and features is not None
+        draft_outputs = run_draft_block(
+            graph.bound, uses_target_features, self.cross, top_k, len(inputs), *inputs, attend_fns, outputs
+        )
+        next_features, *result = (x.view(*level.tokens.shape, -1) for x in draft_outputs)
         if self.target_features is not None:
-            self.last_features = out.view(*level.tokens.shape, -1)
-        return tuple(x.view(*level.tokens.shape, -1) for x in result)
+            self.last_features = next_features
+        return tuple(result)
 
     def _device_batch(self, depth: int, width: int, num_nodes: int, mask: torch.Tensor) -> DeviceBatch:
         """Returns the places of ``width`` tokens, which end ``num_nodes`` behind the committed entries."""
-        slots, length, start = self.rows[:, 0], self.rows[:, 2], self.rows[:, NUM_LENGTHS + depth]
-        entries = length[:, None] + torch.arange(num_nodes - width, num_nodes, device=self.rows.device)
-        writes = torch.stack([slots[:, None].expand_as(entries), entries], -1)
-        return DeviceBatch(writes, slots.int(), start.int(), (length - start).int(), mask)
+        rows, start = self.rows, self.rows.window_starts[:, depth]
+        entries = rows.cache_lens[:, None] + torch.arange(num_nodes - width, num_nodes, device=start.device)
+        writes = torch.stack([rows.slots[:, None].expand_as(entries), entries], -1)
+        return DeviceBatch(writes, rows.slots.int(), start.int(), (rows.cache_lens - start).int(), mask)
