@@ -65,8 +65,9 @@ class Rows(NamedTuple):
     @classmethod
     def split(cls, integers: torch.Tensor, depth: int) -> Rows:
         """Splits the integers (B, 6 + D + W) of :func:`_inputs`."""
-        *lengths, window_starts, tokens = integers.split([1] * 6 + [depth, integers.shape[1] - depth - 6], dim=1)
-        return cls(*(x[:, 0] for x in lengths), window_starts=window_starts, tokens=tokens)
+        *numbers, window_starts, tokens = integers.split([1] * 6 + [depth, integers.shape[1] - depth - 6], dim=1)
+        slots, kv_lens, cache_lens, positions, cross_lens, max_depths = (x[:, 0] for x in numbers)
+        return cls(slots, kv_lens, cache_lens, positions, cross_lens, max_depths, window_starts, tokens)
 
 
 def can_capture(drafter: BlockDrafter) -> bool:
