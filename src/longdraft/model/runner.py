@@ -22,8 +22,9 @@ from longdraft.memory.offload import Offload
 from longdraft.memory.store import KVStore, StoreConfig
 from longdraft.model import fingerprint, hosting, support
 from longdraft.model.execution_model import ExecutionModel, host_model
-from longdraft.model.gpu.cuda_graphs import CudaGraphs, ForwardResults, RoundFn, RoundInputs
-from longdraft.model.gpu.deterministic import FixedRows
+from longdraft.model.gpu.captured_forwards import ForwardResults, RoundFn, RoundInputs
+from longdraft.model.gpu.cuda_graphs import CudaGraphs
+from longdraft.model.gpu.deterministic import make_fixed_rows
 from longdraft.model.load.eos_tokens import config_eos_ids
 from longdraft.model.model_parts import context_length, decoder_config, decoder_layers
 from longdraft.model.outputs import NO_TAPS, Taps, TargetOutput, nan_logits_error
@@ -31,7 +32,6 @@ from longdraft.model.quant import stored, stored_model
 from longdraft.model.round_profiler import RoundProfiler
 from longdraft.model.shared_parts import SharedParts
 from longdraft.model.tensor_parallel import tp_rank_of
-from longdraft.native import kernels
 
 
 class TargetRunner:
@@ -112,30 +112,7 @@ class TargetRunner:
         # Resident stores have their own arena, so that they do not take buffers of stores that use offload.
         self._arena, self._resident_arena = BufferArena(), BufferArena()
         self._structure, self._first_compat_key = fingerprint.structure_of(model), self.store_compat_key
-        self._fixed_rows = self._make_fixed_rows() if deterministic else None
-
-    def _make_fixed_rows(self) -> FixedRows | None:
-        """Makes plain steps and verifications agree to the bit. Returns None on a CPU with our kernels, where they do.
-        Raises CapabilityError if they cannot be made to agree here."""
-        shape, layout = self.kv_shape, self.execution_model.layout
-        reason: str | None
-        if self.device.type == "cpu":
-            if kernels() is not None and self.can_round_kv:
-                return None
-            reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why they are missing)"
-        elif self.device.type != "cuda":
-            reason = f"it is for NVIDIA GPUs and CPUs, the model is on {self.device}"
-        elif layout.windows or layout.recurrent:
-            reason = "it is for models whose layers all see the whole text"
-        elif self.tp_rank is not None or self.offload is not None:
-            reason = "it is for models in one process whose KV is not offloaded"
-        elif self.kv_is_rounded:
-            reason = "its attention reads keys and values in the model's dtype"
-        else:
-            reason = fixed_order.why_unavailable(shape.dtype, shape.head_dim)
-        if reason is not None:
-            raise CapabilityError(f"deterministic=True cannot be kept here: {reason}. Leave it out.")
-        return FixedRows(self.execution_model.model, shape)
+        self._fixed_rows = make_fixed_rows(self) if deterministic else None
 
     @property
     def fixed_batch_rows(self) -> int | None:

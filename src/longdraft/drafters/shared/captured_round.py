@@ -26,7 +26,8 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import VerifyOutput
 from longdraft.memory.store import KVStore
-from longdraft.model.gpu.cuda_graphs import CAPTURE_QUERY_LENS, RoundInputs, tensor_key
+from longdraft.model.gpu.captured_forwards import RoundInputs
+from longdraft.model.gpu.cuda_graphs import CAPTURE_QUERY_LENS, tensor_key
 from longdraft.model.outputs import nan_logits_error
 from longdraft.model.runner import TargetRunner
 from longdraft.trees.device_trees import DeviceTrees, choose_nodes
@@ -100,7 +101,7 @@ def replay_round(
     kv_bound = runner.graphs.kv_bound(max(store.lengths[s.slot] for s in sequences), store.capacity)
     most_entries = max(cache.store.lengths[s.slot] for s in sequences) + num_fed + cache.scratch
     draft_kv_bound = runner.graphs.kv_bound(most_entries, cache.store.capacity)
-    graph = RoundGraph(
+    graph = RoundComputation(
         drafter.bound, tree, runner, store.for_graph(), cache.store.for_graph(), kv_bound, draft_kv_bound,
         drafter.target_kv(()) is not None, drafter.token_shift > 0,
         tuple(Sampler(s.greedy, s.sampler.processors) for s in sequences) if samples else (),
@@ -144,7 +145,7 @@ def _inputs(drafter: BlockDrafter, sequences: list[Sequence], tree: TreeConfig, 
 
 
 def _read_outputs(runner: TargetRunner, sequences: list[Sequence], results: torch.Tensor) -> list[VerifyOutput]:
-    """Reads the results of :meth:`RoundGraph.compute` on the host, the only wait of the round."""
+    """Reads the results of :meth:`RoundComputation.compute` on the host, the only wait of the round."""
     host = results.cpu()
     integers, logprobs = host.tolist(), host[..., 3].contiguous().view(torch.float32).tolist()
     outputs, no_logits = [], torch.empty(0, dtype=torch.float32, device="cpu")
@@ -159,7 +160,7 @@ def _read_outputs(runner: TargetRunner, sequences: list[Sequence], results: torc
 
 
 @dataclass(frozen=True)
-class RoundGraph:
+class RoundComputation:
     """What a captured round computes. It holds no buffers' owner, because a graph must not keep the memory alive.
 
     Attributes:
@@ -247,7 +248,7 @@ class RoundGraph:
 class _GraphDraft:
     """The draft's forwards within a captured round: of W tokens of each sequence, then of the expanded nodes."""
 
-    graph: RoundGraph
+    graph: RoundComputation
     rows: Rows
     target_features: torch.Tensor | None  # (B, W, size) of the tokens to feed, for EAGLE's drafts
     cross: CrossFn | None

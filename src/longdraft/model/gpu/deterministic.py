@@ -3,14 +3,15 @@
 A GEMM library chooses the kernel, and with it the order of additions, by the number of rows. So every decoding forward,
 with or without a draft, has :data:`FIXED_BATCH_ROWS` rows (batch_size * query_len). Attention adds up keys in a fixed
 order (:mod:`longdraft.attention.fixed_order`). :func:`check_linears` tests the remaining condition: a row's bits
-depend neither on the row's index nor on the other rows. The runner holds a :class:`FixedRows`, and checks that the
-model and the device are of a kind for which it is made.
+depend neither on the row's index nor on the other rows. The runner holds a :class:`FixedRows`, if the model and
+the device are of a kind for which :func:`make_fixed_rows` makes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,14 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import fixed_order
 from longdraft.attention.forward_batch import ForwardBatch
+from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
 from longdraft.model.model_parts import decoder_config
 from longdraft.model.probes.linears import check_linears
+from longdraft.native import kernels
+
+if TYPE_CHECKING:
+    from longdraft.model.runner import TargetRunner
 
 # Rows of every decoding forward. A GEMM with 64 rows takes a GPU about as long as one with a single row.
 FIXED_BATCH_ROWS = 64
@@ -84,3 +90,27 @@ def _pad(batch: ForwardBatch, sequences: range, tokens: range, query_len: int) -
         token_ids=F.pad(batch.token_ids[b, t], (0, padding)),
         positions=F.pad(batch.positions[b, t], (0, padding)),
     )
+
+
+def make_fixed_rows(runner: TargetRunner) -> FixedRows | None:
+    """Makes plain steps and verifications agree to the bit. Returns None on a CPU with our kernels, where they do.
+    Raises CapabilityError if they cannot be made to agree here."""
+    shape, layout = runner.kv_shape, runner.execution_model.layout
+    reason: str | None
+    if runner.device.type == "cpu":
+        if kernels() is not None and runner.can_round_kv:
+            return None
+        reason = "on a CPU it needs float32 and longdraft's kernels (`longdraft doctor` says why they are missing)"
+    elif runner.device.type != "cuda":
+        reason = f"it is for NVIDIA GPUs and CPUs, the model is on {runner.device}"
+    elif layout.windows or layout.recurrent:
+        reason = "it is for models whose layers all see the whole text"
+    elif runner.tp_rank is not None or runner.offload is not None:
+        reason = "it is for models in one process whose KV is not offloaded"
+    elif runner.kv_is_rounded:
+        reason = "its attention reads keys and values in the model's dtype"
+    else:
+        reason = fixed_order.why_unavailable(shape.dtype, shape.head_dim)
+    if reason is not None:
+        raise CapabilityError(f"deterministic=True cannot be kept here: {reason}. Leave it out.")
+    return FixedRows(runner.execution_model.model, shape)
