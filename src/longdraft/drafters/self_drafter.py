@@ -181,8 +181,9 @@ class SelfDrafter(TreeDrafter):
     def self_draft_cost(self) -> SelfDraftCost:
         kv_dtype, view = self.runner.kv_dtype, self.view
         relative_size = (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
-        kv_tokens_read = lambda length: min(length, view.size) * relative_size  # noqa: E731
-        return SelfDraftCost(kv_tokens_read, self._forward_ratio, self._prior_acceptance)
+        return SelfDraftCost(
+            lambda length: min(length, view.size) * relative_size, self._forward_ratio, self._prior_acceptance
+        )
 
     def _prior_acceptance(self, length: int) -> float:
         """Returns the assumed acceptance rate in a context of ``length`` tokens."""
