@@ -309,17 +309,17 @@ class TargetRunner:
         owner: object,
         key: Hashable,
         make_inputs: Callable[[], RoundInputs],
-        compute: RoundFn,
+        make_compute: Callable[[], RoundFn],
     ) -> torch.Tensor | None:
         """Replays a round that drafts and verifies, see :meth:`.CudaGraphs.run_round`; None without a graph.
-        ``compute`` runs the target by :meth:`compute_captured`."""
+        The round runs the target by :meth:`compute_captured`."""
         with self.lock:
             self._sync_if_moved()
             if self.profiler is not None or self._fixed_rows is not None:
                 return None
             # A graph contains addresses of weights, so its key has the version of the model's copy.
             key = key, self.execution_model.version
-            return self.graphs.run_round(owner, key, make_inputs, compute, self.device)
+            return self.graphs.run_round(owner, key, make_inputs, make_compute, self.device)
 
     def compute_captured(self, store: KVStore, batch: ForwardBatch) -> torch.Tensor:
         """Computes logits (B, T, vocabulary) as a part of a captured round, and writes KV and features."""

@@ -26,7 +26,7 @@ from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import VerifyOutput
 from longdraft.memory.store import KVStore
-from longdraft.model.gpu.captured_forwards import RoundInputs
+from longdraft.model.gpu.captured_forwards import RoundFn, RoundInputs
 from longdraft.model.gpu.cuda_graphs import CAPTURE_QUERY_LENS, tensor_key
 from longdraft.model.outputs import nan_logits_error
 from longdraft.model.runner import TargetRunner
@@ -101,17 +101,20 @@ def replay_round(
     kv_bound = runner.graphs.kv_bound(max(store.lengths[s.slot] for s in sequences), store.capacity)
     most_entries = max(cache.store.lengths[s.slot] for s in sequences) + num_fed + cache.scratch
     draft_kv_bound = runner.graphs.kv_bound(most_entries, cache.store.capacity)
-    graph = RoundComputation(
-        drafter.bound, tree, runner, store.for_graph(), cache.store.for_graph(), kv_bound, draft_kv_bound,
-        drafter.target_kv(()) is not None, drafter.token_shift > 0,
-        tuple(Sampler(s.greedy, s.sampler.processors) for s in sequences) if samples else (),
-    )  # fmt: skip
+
+    def make_compute() -> RoundFn:
+        return RoundComputation(
+            drafter.bound, tree, runner, store.for_graph(), cache.store.for_graph(), kv_bound, draft_kv_bound,
+            drafter.target_kv(()) is not None, drafter.token_shift > 0,
+            tuple(Sampler(s.greedy, s.sampler.processors) for s in sequences) if samples else (),
+        ).compute  # fmt: skip
+
     key = (
         "round", drafter.bound.block, tree, len(sequences), kv_bound, draft_kv_bound,
         samples, settings, *map(tensor_key, (store.keys, store.values, cache.store.keys, cache.store.values)),
     )  # fmt: skip
     owner = cache.store.arena_buffers or cache.store  # the graph lives as long as this memory
-    results = runner.replay_round(owner, key, partial(_inputs, drafter, sequences, tree, samples), graph.compute)
+    results = runner.replay_round(owner, key, partial(_inputs, drafter, sequences, tree, samples), make_compute)
     if results is None:
         return None
     drafter.forwards += tree.depth
@@ -161,7 +164,7 @@ def _read_outputs(runner: TargetRunner, sequences: list[Sequence], results: torc
 
 @dataclass(frozen=True)
 class RoundComputation:
-    """What a captured round computes. It holds no buffers' owner, because a graph must not keep the memory alive.
+    """Computes a captured round. It holds no owner of buffers, because a graph must not keep their memory alive.
 
     Attributes:
         store, cache_store: the target's KV, and the KV of the draft.

@@ -246,25 +246,25 @@ class CudaGraphs:
         owner: object,
         key: Hashable,
         make_inputs: Callable[[], RoundInputs],
-        compute: RoundFn,
+        make_compute: Callable[[], RoundFn],
         device: torch.device,
     ) -> torch.Tensor | None:
         """Replays a whole round. Without a graph, returns None: the caller then runs the round's parts.
 
         Args:
-            owner: holds the other tensors that ``compute`` reads and writes, and never replaces them.
-            key: all that ``compute`` depends on besides the inputs and the owner.
+            owner: holds the other tensors that the round reads and writes, and never replaces them.
+            key: all that the round depends on besides the inputs and the owner.
             make_inputs: returns the inputs. Called only if the round is replayed.
-            compute: computes the results of the round.
+            make_compute: returns the function that computes the round. Called only if the round is captured.
 
         Returns:
-            The results of ``compute``, which the next replay overwrites.
+            The results of the round, which the next replay overwrites.
         """
         inputs: list[RoundInputs] = []
 
         def capture(backend: GraphBackend) -> RoundGraph:
             inputs.append(make_inputs())
-            return RoundGraph(backend, inputs[0], compute, device)
+            return RoundGraph(backend, inputs[0], make_compute(), device)
 
         graph: RoundGraph | None = self._find(owner, key, self._uses_before_capture, capture)
         return None if graph is None else graph(inputs[0] if inputs else make_inputs())

@@ -17,13 +17,12 @@ from longdraft.errors import MemoryBudgetError
 from longdraft.memory import memory_info
 from longdraft.model.model_copy import copy_model
 from longdraft.model.quant.planes import PlanesLinear, planes_of
-from longdraft.model.quant.stored import weight_shape
-from longdraft.native.quantized_matrix import QUANT_SIZES, QuantizedMatrix, quantize_blocks
+from longdraft.model.quant.stored import quantize_rows, weight_shape
+from longdraft.native.quantized_matrix import QUANT_SIZES
 
 logger = logging.getLogger("longdraft")
 
 MAX_RATIO = 0.75  # a copy that reads more than this part of the model's bytes hardly drafts faster
-_CHUNK_ROWS = 1024  # number of rows that are quantised at a time
 
 
 def four_bit_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, float] | None:
@@ -76,7 +75,6 @@ def _num_bytes(module: nn.Module) -> int:
 
 @torch.no_grad()
 def _quantized(layer: Any, target_format: Literal["Q4_0", "Q8_0"]) -> PlanesLinear:
-    chunks = [quantize_blocks(rows, target_format) for rows in layer.weight.split(_CHUNK_ROWS)]
-    planes = planes_of(QuantizedMatrix(torch.cat(chunks), target_format))
+    planes = planes_of(quantize_rows(layer.weight, target_format))
     assert planes is not None
     return PlanesLinear(planes, layer.in_features, layer.bias)

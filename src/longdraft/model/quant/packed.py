@@ -65,7 +65,10 @@ class PackedLinear(nn.Module):
             zeros = (zeros + 1) & 15  # stored less 1, so 15 stands for 0
             group_size = self.in_features // len(self.scales)
             if not torch.equal(self.g_idx.cpu().long(), torch.arange(self.in_features, device="cpu") // group_size):
-                raise CheckpointError("The checkpoint sorts inputs by importance (desc_act), which is not read here.")
+                raise CheckpointError(
+                    "The checkpoint sorts inputs by importance (desc_act), which is not read here: install gptqmodel, "
+                    "and load it with weights='float32'."
+                )
         interleave = min(MAX_INTERLEAVE, self.in_features // len(self.scales) // 2)
         halves = quants.unflatten(1, (-1, 2, interleave))
         packed = (halves[:, :, 0] | halves[:, :, 1] << 4).to(torch.uint8).flatten(1).contiguous()

@@ -238,6 +238,14 @@ def weight_sample(module: nn.Module) -> torch.Tensor:
     return dequantize(matrix.select_rows(indices // size))[torch.arange(len(indices), device="cpu"), indices % size]
 
 
+def quantize_rows(weights: torch.Tensor | QuantizedMatrix, target_format: Literal["Q4_0", "Q8_0"]) -> QuantizedMatrix:
+    """Rounds a matrix (out, in) to quant blocks, some rows at a time. The rows must be whole blocks."""
+    chunks: Iterable[torch.Tensor] = weights.data.split(_QUANTIZE_CHUNK_ROWS)
+    if isinstance(weights, QuantizedMatrix):
+        chunks = (dequantize(QuantizedMatrix(chunk, weights.format)) for chunk in chunks)
+    return QuantizedMatrix(torch.cat([quantize_blocks(chunk, target_format) for chunk in chunks]), target_format)
+
+
 def quantize_for_draft(
     weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8
 ) -> torch.Tensor | QuantizedMatrix:
@@ -250,11 +258,7 @@ def quantize_for_draft(
     if weights.shape[1] % _QUANT_BLOCK:
         return weights.detach().contiguous() if isinstance(weights, torch.Tensor) else dequantize(weights)
     target_format: Literal["Q4_0", "Q8_0"] = "Q4_0" if bits == 4 else "Q8_0"
-    chunks: Iterable[torch.Tensor] = weights.data.split(_QUANTIZE_CHUNK_ROWS)
-    if isinstance(weights, QuantizedMatrix):
-        chunks = (dequantize(QuantizedMatrix(chunk, weights.format)) for chunk in chunks)
-    quantized = torch.cat([quantize_blocks(chunk, target_format) for chunk in chunks])
-    matrix, cpu_kernels = QuantizedMatrix(quantized, target_format, int8=True), kernels()
+    matrix, cpu_kernels = quantize_rows(weights, target_format).with_int8(int8=True), kernels()
     return cpu_kernels.repack(matrix) if cpu_kernels is not None and cpu_kernels.can_repack(matrix) else matrix
 
 
