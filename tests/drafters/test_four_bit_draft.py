@@ -89,7 +89,7 @@ def test_layers_of_eight_bits_get_four():
     for name, module in list(model.named_modules()):
         if type(module) is torch.nn.Linear and name != "lm_head":
             blocks = QuantizedMatrix(quantize_blocks(module.weight.detach(), "Q8_0"), "Q8_0")
-            model.set_submodule(name, PlanesLinear(planes_of(blocks), module.in_features))
+            model.set_submodule(name, PlanesLinear(planes_of(blocks)))
     copied, ratio = four_bit_copy(model)
     layers = [module for module in copied.modules() if isinstance(module, PlanesLinear)]
     assert sum(layer.interleave == 16 for layer in layers) == 3 * 7 and 0.3 < ratio < 0.6

@@ -18,7 +18,8 @@ from longdraft.model.gguf.loading import load_gguf
 from longdraft.model.gpu import planes_kernel
 from longdraft.model.gpu.cuda_graphs import CudaGraphs
 from longdraft.model.quant import planes
-from longdraft.model.shared_parts import describe_target
+from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import describe_target, shared_parts
 from longdraft.native.quantized_matrix import QUANT_SIZES, QuantizedMatrix
 from tests.support.gguf_files import HALVES, write_gguf
 from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
@@ -56,6 +57,14 @@ def test_the_kernel_multiplies_with_ggmls_weights(name, dtype):
         assert torch.equal(alone[0], planes_kernel.planes_linear(x[:9], *arguments)[2])
 
 
+def test_a_matrix_of_many_rows_is_dequantised_in_pieces(monkeypatch):
+    layer = planes.PlanesLinear(planes.planes_of(random_matrix("Q4_K", 300, 256)), torch.ones(300))
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+    expected = layer(x)
+    monkeypatch.setattr(planes, "DEQUANTIZED_ROWS", 128)
+    torch.testing.assert_close(layer(x), expected)
+
+
 def test_other_blocks_are_unpacked():
     assert planes.planes_of(random_matrix("Q5_0", 4, 64)) is None
 
@@ -70,16 +79,21 @@ def loaded(file: Path, keep: bool) -> LoadedModel:
     return load_gguf(file, torch.bfloat16, None, None, lambda line: None, keep_planes=keep)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_model_keeps_its_blocks_and_computes_as_the_unpacked_one(family, tmp_path, simulated_gpu):
+@pytest.mark.parametrize(("family", "tie"), [("llama", True), ("qwen2", False)])
+def test_a_model_keeps_its_blocks_and_computes_as_the_unpacked_one(family, tie, tmp_path, simulated_gpu):
     file = tmp_path / "model.gguf"
-    write_gguf(file, family, mixed, hidden=256, intermediate=512, heads=4, kv_heads=2)
+    write_gguf(file, family, mixed, words="Q6_K", tie=tie, hidden=256, intermediate=512, heads=4, kv_heads=2)
     kept, unpacked = (loaded(file, keep) for keep in (True, False))
     layer = kept.model.model.layers[0]
     # Rows of queries and keys have another order in a file of the Llama kind.
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         assert isinstance(getattr(layer.self_attn, name), planes.PlanesLinear)
-    assert type(layer.mlp.up_proj) is nn.Linear and type(kept.model.get_output_embeddings()) is nn.Linear
+    assert type(layer.mlp.up_proj) is nn.Linear and type(kept.model.get_input_embeddings()) is nn.Embedding
+    head, weight = shared_parts(kept.model).head, unpacked.model.get_output_embeddings().weight
+    assert isinstance(head, planes.Planes) and torch.equal(planes.dequantize(head).bfloat16(), weight)
+    ids = torch.tensor([5, 0, 41])
+    assert torch.equal(planes.dequantize(head.select_rows(ids)).bfloat16(), weight[ids])
+    assert TargetRunner(kept.model).vocab_size == len(weight)
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         assert torch.equal(kept.model(ids).logits, unpacked.model(ids).logits)

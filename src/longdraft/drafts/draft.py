@@ -16,9 +16,10 @@ from longdraft.drafts import draft_folder, hub
 from longdraft.drafts.draft_folder import CONFIG, D2T, DraftFolder
 from longdraft.errors import CheckpointError
 from longdraft.files import file_errors, reports_file_errors
+from longdraft.model.quant import draft_copy
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import HeadWeight
 from longdraft.model.tensor_parallel import full_tensor
-from longdraft.native.quantized_matrix import QuantizedMatrix
 
 REMEDY = "Correct the value in its config.json, or copy the draft again."
 _ID_DTYPES = (torch.int64, torch.int32)  # of the tensor d2t
@@ -203,11 +204,13 @@ class TrainedDraft(Draft[BoundT]):
             )
 
     def load_module(self, runner: TargetRunner) -> Any:
-        """Returns the module with the draft's weights, in the target's dtype and on the target's device."""
+        """Returns the module with the draft's weights, in the target's dtype and on the target's device. If that is a
+        GPU and the target's layers have few bits a weight, the draft's linear layers get eight."""
         device, dtype = runner.device, runner.kv_shape.dtype
         module = self._meta_module()
         module.load_state_dict({name: t.to(device, dtype) for name, t in self.weights.items()}, assign=True)
-        return module.requires_grad_(False).eval()
+        module.requires_grad_(False).eval()
+        return draft_copy.round_to_eight_bits(module) if draft_copy.reads_planes(runner.model) else module
 
     def trainable_module(self) -> Any:
         """Returns the module with the draft's weights in float32, for further training."""
@@ -215,14 +218,16 @@ class TrainedDraft(Draft[BoundT]):
         module.load_state_dict({name: t.float() for name, t in self.weights.items()})
         return module
 
-    def head(self, runner: TargetRunner) -> tuple[torch.Tensor | QuantizedMatrix, torch.Tensor | None]:
+    def head(self, runner: TargetRunner) -> tuple[HeadWeight, torch.Tensor | None]:
         """Returns the rows of the target's head for the draft's vocabulary, (vocabulary, hidden), and the target id of
         each row (None: the rows are all target ids in order)."""
-        head: torch.Tensor | QuantizedMatrix = runner.shared_parts.head
-        if self.draft_to_target_ids is None:
-            return head, None
-        ids = self.draft_to_target_ids.to(runner.device)
-        return (head.select_rows(ids) if isinstance(head, QuantizedMatrix) else full_tensor(head)[ids]), ids
+        head, ids = runner.shared_parts.head, self.draft_to_target_ids
+        if ids is not None:
+            ids = ids.to(runner.device)
+            head = full_tensor(head)[ids] if isinstance(head, torch.Tensor) else head.select_rows(ids)
+        if isinstance(head, torch.Tensor) and draft_copy.reads_planes(runner.model):
+            head = draft_copy.eight_bit_planes(head)
+        return head, ids
 
     def _meta_module(self) -> nn.Module:
         """Makes the module on the meta device, where tensors take no memory."""

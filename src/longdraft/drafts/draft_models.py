@@ -21,6 +21,7 @@ from longdraft.model.load.embedded import EMBEDDED_ID, packaged_file
 from longdraft.model.load.loading import load
 from longdraft.model.model_parts import context_length, decoder_config
 from longdraft.model.quant import stored, stored_model
+from longdraft.model.quant.planes import PlanesLinear
 from longdraft.model.runner import TargetRunner
 
 # Two vocabularies count as equal if at most this fraction of the ids that both have stands for different tokens:
@@ -158,7 +159,9 @@ def fit_head(model: PreTrainedModel, rows: int | torch.Tensor) -> PreTrainedMode
         index, size = (slice(rows), rows) if isinstance(rows, int) else (rows.to(model.device), len(rows))
         bias = getattr(head, "bias", None)
         bias = None if bias is None else bias[index]
-        if not isinstance(head, stored.StoredLinear):
+        if isinstance(head, PlanesLinear):
+            model.set_output_embeddings(PlanesLinear(head.planes.select_rows(index), bias))
+        elif not isinstance(head, stored.StoredLinear):
             model.set_output_embeddings(frozen_linear(head.weight[index], bias))
         elif isinstance(rows, int):  # a repacked copy has the same first rows
             head.data, head.out_features = head.data[index], size

@@ -26,7 +26,6 @@ from longdraft.folders import is_gguf
 from longdraft.model.model_parts import decoder_config
 from longdraft.model.quant import stored
 from longdraft.model.runner import TargetRunner
-from longdraft.native import QuantizedMatrix
 
 KIND = "small-lm"
 
@@ -112,7 +111,7 @@ class TrainedLM(TrainedDraft[BoundLM], SmallLMDraft):
                 "target has only a part of them: take longspec, eagle3 or prompt-lookup."
             )
         head, ids = self.head(runner)
-        dense_head = stored.dequantize(head) if isinstance(head, QuantizedMatrix) else head
+        dense_head = head if isinstance(head, torch.Tensor) else stored.dequantize(head)
         weights = {n: t.to(runner.device, runner.kv_shape.dtype) for n, t in self.weights.items()}
         model = small_llama.build_causal_lm(self.sizes, weights, runner.shared_parts.embedding, dense_head)
         draft_runner = TargetRunner(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,9 +14,12 @@ from longdraft.errors import UnsupportedModelError
 from longdraft.model.layout import config_kv_shape
 from longdraft.model.model_parts import decoder_config, decoder_layers, norm_before_head
 from longdraft.model.quant import stored
+from longdraft.model.quant.planes import Planes, PlanesLinear
 from longdraft.model.rope import CosSin, rotary_module, takes_layer_type
 from longdraft.model.tensor_parallel import local_tensor
 from longdraft.native import QuantizedMatrix, kernels
+
+HeadWeight: TypeAlias = torch.Tensor | QuantizedMatrix | Planes
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class SharedParts:
     Attributes:
         embedding: token embedding, ids (...) -> (..., hidden_size).
         head: weight (vocabulary, hidden_size) of the LM head. It is quantised if the target's is and our kernels can
-            read it. A factor on the target's logits is left out, as it does not change their order.
+            read it: on a GPU as planes. A factor on the target's logits is left out, as it does not change their order.
         rms_norm_eps: epsilon of the target's norms.
         intermediate_size: size of the target's MLP.
         hidden_size: size of the target's hidden states.
@@ -35,7 +38,7 @@ class SharedParts:
         softcap: softcap of the target's logits; None for no softcap."""
 
     embedding: nn.Module
-    head: torch.Tensor | QuantizedMatrix
+    head: HeadWeight
     rms_norm_eps: float
     intermediate_size: int
     hidden_size: int
@@ -94,9 +97,11 @@ def shared_parts(model: PreTrainedModel, description: dict[str, Any] | None = No
     )
 
 
-def _head_weight(head: nn.Module) -> torch.Tensor | QuantizedMatrix:
+def _head_weight(head: nn.Module) -> HeadWeight:
     if isinstance(head, stored.StoredLinear) and head.data.device.type == "cpu" and kernels() is not None:
         return head.matrix
+    if isinstance(head, PlanesLinear):
+        return head.planes
     weight = head.weight
     assert isinstance(weight, torch.Tensor)
     if hasattr(type(local_tensor(weight)), "__tensor_flatten__") or not weight.is_floating_point():

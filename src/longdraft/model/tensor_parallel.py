@@ -23,6 +23,7 @@ from longdraft.attention.prefix import PrefixAttentionFunction
 from longdraft.errors import CapabilityError
 from longdraft.memory.store import KVShape
 from longdraft.model.layers.skinny_gemm import is_dtensor, skinny_gemm
+from longdraft.model.quant.planes import Planes, PlanesLinear
 from longdraft.native.boundary import CPU_INT64
 
 # The call that loads a sharded model, for messages.
@@ -135,6 +136,8 @@ def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
 def parallel_linear(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns ``F.linear`` for a few tokens with ``weight`` (out, in). All processes get the complete result.
     ``weight`` may be a DTensor that is sharded by rows."""
+    if isinstance(weight, Planes):
+        return PlanesLinear(weight).forward
     if not is_dtensor(weight):
         return partial(skinny_gemm, weight=weight)
     from torch.distributed.tensor import DTensor, Shard

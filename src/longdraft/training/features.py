@@ -24,7 +24,7 @@ from longdraft.memory.store import KVStore
 from longdraft.model.quant.stored import dequantize
 from longdraft.model.rope import apply_rotary
 from longdraft.model.runner import TargetRunner
-from longdraft.native import QuantizedMatrix
+from longdraft.model.shared_parts import HeadWeight
 from longdraft.training.documents import Document
 
 # Tokens of a prefill chunk, and fewest tokens of the KV store, which a longer document replaces by a larger one.
@@ -216,9 +216,9 @@ class FeatureReader:
         return {name: part for name, part in parts.items() if name in self.tensor_names}
 
 
-def head_rows(head: torch.Tensor | QuantizedMatrix, token_ids: torch.Tensor | None) -> torch.Tensor:
+def head_rows(head: HeadWeight, token_ids: torch.Tensor | None) -> torch.Tensor:
     """Returns the rows of an LM head for some target ids (None: all), dequantized."""
     if token_ids is not None:
         token_ids = token_ids.to(head.device)
-        head = head.select_rows(token_ids) if isinstance(head, QuantizedMatrix) else head[token_ids]
-    return dequantize(head) if isinstance(head, QuantizedMatrix) else head
+        head = head[token_ids] if isinstance(head, torch.Tensor) else head.select_rows(token_ids)
+    return head if isinstance(head, torch.Tensor) else dequantize(head)

@@ -26,7 +26,7 @@ from longdraft.model.gpu.cuda_graphs import padded_batch_size, tensor_key
 from longdraft.model.layers.skinny_gemm import patch_linears
 from longdraft.model.round_profiler import profiled
 from longdraft.model.runner import TargetRunner
-from longdraft.native.quantized_matrix import QuantizedMatrix
+from longdraft.model.shared_parts import HeadWeight
 from longdraft.trees.level import TreeLevel, logits_or_topk
 from longdraft.trees.masks import AncestorMask
 
@@ -64,7 +64,7 @@ class BoundDraft:
         block: Any,
         rotary: Any,
         draft_to_target_ids: torch.Tensor | None,
-        head: torch.Tensor | QuantizedMatrix | None = None,
+        head: HeadWeight | None = None,
     ) -> None:
         self.block, self.rotary, device = block, rotary, runner.device
         self.embedding: nn.Module = getattr(block, "embed_tokens", runner.shared_parts.embedding)

@@ -15,11 +15,11 @@ from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_block import DraftBlock
 from longdraft.model.quant.stored import quantize_for_draft
 from longdraft.model.runner import TargetRunner
+from longdraft.model.shared_parts import HeadWeight
 from longdraft.native import Kernels, kernels
 from longdraft.native.draft import DraftBlock as KernelBlock
 from longdraft.native.draft import DraftLevelInput
 from longdraft.native.library import HEAD_DIM_MULTIPLE
-from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import LinearWeights
 from longdraft.views.draft_cache import DraftCache
 
@@ -39,7 +39,7 @@ def draft_kernels(runner: TargetRunner, head_dim: int) -> Kernels | None:
 class FusedLevel:
     """Computes a tree level in one kernel call. ``head``: weight (draft vocabulary, hidden) of the draft's head."""
 
-    def __init__(self, kernels: Kernels, block: DraftBlock, head: torch.Tensor | QuantizedMatrix) -> None:
+    def __init__(self, kernels: Kernels, block: DraftBlock, head: HeadWeight) -> None:
         layer, shape = block.first_layer, block.shape
         norms = {
             "norm": layer.input_layernorm,

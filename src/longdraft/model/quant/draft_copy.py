@@ -1,13 +1,14 @@
-"""A copy of a model with four bits a weight in its layers, with which the model drafts for itself on a GPU.
+"""Weights of drafts in few bits on a GPU: a model's copy in four bits, a trained draft's layers in eight.
 
-A forward of few tokens takes the time to read the weights, so the copy takes some 0.3 of the time of 16 bits. On a CPU
-our kernels draft with such a copy of their own (:meth:`longdraft.model.layers.fused.FusedLayers.draft_stack`).
+A forward of few tokens takes the time to read the weights. A model that drafts for itself with a copy in four bits
+takes some 0.3 of the time of 16 bits. On a CPU our kernels round drafts by themselves
+(:func:`longdraft.model.quant.stored.quantize_for_draft`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,12 +16,15 @@ from transformers import PreTrainedModel
 
 from longdraft.errors import MemoryBudgetError
 from longdraft.memory import memory_info
+from longdraft.model.layers.skinny_gemm import is_plain_tensor
 from longdraft.model.model_copy import copy_model
-from longdraft.model.quant.planes import PlanesLinear, planes_of
+from longdraft.model.quant.planes import Planes, PlanesLinear, planes_of
 from longdraft.model.quant.stored import quantize_rows, weight_shape
 from longdraft.native.quantized_matrix import QUANT_SIZES
 
 logger = logging.getLogger("longdraft")
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 MAX_RATIO = 0.75  # a copy that reads more than this part of the model's bytes hardly drafts faster
 
@@ -40,7 +44,7 @@ def four_bit_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, float] | Non
     for path, module in model.named_modules():
         if module is model.get_input_embeddings() and module.weight is not head.weight:
             continue  # a forward reads few rows
-        if not _can_quantize(module):
+        if not _can_quantize(module) or (module is head and isinstance(head, PlanesLinear)):
             other_bytes += _num_bytes(module)
             continue
         formats[path] = "Q8_0" if module is head else "Q4_0"
@@ -60,6 +64,26 @@ def four_bit_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, float] | Non
     return copied, ratio
 
 
+def reads_planes(model: nn.Module) -> bool:
+    """True for a model on a GPU with layers of few bits. Its drafts then get eight bits, as 16 would be slow beside."""
+    return any(isinstance(module, PlanesLinear) and module.quants.device.type == "cuda" for module in model.modules())
+
+
+def round_to_eight_bits(draft: ModuleT) -> ModuleT:
+    """Rounds a draft's linear layers to Q8_0, in place, and returns the draft. Rows that are no whole blocks stay."""
+    for path, module in list(draft.named_modules()):
+        if _can_quantize(module):
+            draft.set_submodule(path, _quantized(module, "Q8_0"))
+    return draft
+
+
+def eight_bit_planes(head: torch.Tensor) -> Planes | torch.Tensor:
+    """Returns a head (vocabulary, hidden) in Q8_0; unchanged if its rows are no whole blocks."""
+    if head.shape[1] % QUANT_SIZES["Q8_0"][0] or not is_plain_tensor(head):
+        return head
+    return _planes(head, "Q8_0")
+
+
 def _can_quantize(module: nn.Module) -> bool:
     """True for a linear layer of 8 or more bits a weight whose rows are whole blocks, not quantised by a package."""
     if isinstance(module, PlanesLinear):
@@ -75,6 +99,10 @@ def _num_bytes(module: nn.Module) -> int:
 
 @torch.no_grad()
 def _quantized(layer: Any, target_format: Literal["Q4_0", "Q8_0"]) -> PlanesLinear:
-    planes = planes_of(quantize_rows(layer.weight, target_format))
+    return PlanesLinear(_planes(layer.weight, target_format), layer.bias)
+
+
+def _planes(weight: torch.Tensor, target_format: Literal["Q4_0", "Q8_0"]) -> Planes:
+    planes = planes_of(quantize_rows(weight, target_format))
     assert planes is not None
-    return PlanesLinear(planes, layer.in_features, layer.bias)
+    return planes

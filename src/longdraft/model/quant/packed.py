@@ -75,7 +75,7 @@ class PackedLinear(nn.Module):
         scales = self.scales.T.half().contiguous().view(torch.int16)
         group_scales = torch.stack([torch.ones_like(zeros), zeros], -1).to(torch.int8).contiguous()
         planes = Planes(packed, torch.stack([scales, scales], -1).contiguous(), group_scales, interleave, zero=0)
-        return PlanesLinear(planes, self.in_features, None if self.bias is None else self.bias.to(dtype))
+        return PlanesLinear(planes, None if self.bias is None else self.bias.to(dtype))
 
 
 def _unpack(packed: torch.Tensor, order: tuple[int, ...], dim: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ float32. For many tokens the matrix is dequantised, and torch multiplies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ logger = logging.getLogger("longdraft")
 
 # The kernel reads the matrix once for each 64 tokens; beyond, one dequantised copy is cheaper.
 MAX_KERNEL_ROWS = 128
+# Rows of a matrix that are dequantised at a time, in float32: heads have some 150,000.
+DEQUANTIZED_ROWS = 32_768
 _matching: dict[tuple[object, ...], bool] = {}  # kind of planes on a device -> whether the kernel computes them right
 
 
@@ -45,6 +47,20 @@ class Planes:
     group_scales: torch.Tensor | None
     interleave: int
     zero: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, size = self.quants.shape
+        return rows, size * 2 if self.interleave else size
+
+    @property
+    def device(self) -> torch.device:
+        return self.quants.device
+
+    def select_rows(self, rows: torch.Tensor | slice) -> Planes:
+        """Returns the planes of some of the matrix's rows."""
+        groups = None if self.group_scales is None else self.group_scales[rows]
+        return Planes(self.quants[rows], self.block_scales[rows], groups, self.interleave, self.zero)
 
 
 def planes_linear(
@@ -85,9 +101,9 @@ class PlanesLinear(nn.Module):
     block_scales: torch.Tensor
     group_scales: torch.Tensor | None
 
-    def __init__(self, planes: Planes, in_features: int, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, planes: Planes, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, len(planes.quants)
+        self.out_features, self.in_features = planes.shape
         self.interleave, self.zero = planes.interleave, planes.zero
         for name in ("quants", "block_scales", "group_scales"):
             self.register_buffer(name, getattr(planes, name), persistent=False)
@@ -102,11 +118,20 @@ class PlanesLinear(nn.Module):
         """The matrix in float32, dequantised at each access."""
         return dequantize(self.planes)
 
+    def _pieces(self) -> Iterator[tuple[slice, Planes]]:
+        for start in range(0, self.out_features, DEQUANTIZED_ROWS):
+            piece = slice(start, start + DEQUANTIZED_ROWS)
+            yield piece, self.planes.select_rows(piece)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computes x (..., in) -> (..., out), in x's dtype."""
         rows = x.reshape(-1, self.in_features)
         if not uses_kernel(rows, self):
-            return F.linear(x, self.weight.to(x.dtype), self.bias)
+            products = [
+                F.linear(x, dequantize(part).to(x.dtype), None if self.bias is None else self.bias[piece])
+                for piece, part in self._pieces()
+            ]
+            return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         planes = self.quants, self.block_scales, self.group_scales, self.bias, self.interleave, self.zero
         out: torch.Tensor = torch.ops.longdraft.planes_linear(rows, *planes)
         return out.view(*x.shape[:-1], self.out_features)

@@ -17,7 +17,8 @@ from torch import nn
 
 from longdraft.model.hosting import in_prefill
 from longdraft.model.layers.skinny_gemm import MAX_SKINNY_ROWS, is_plain_tensor
-from longdraft.model.quant.planes import PlanesLinear
+from longdraft.model.quant import planes
+from longdraft.model.quant.planes import Planes, PlanesLinear
 from longdraft.model.tensor_parallel import full_tensor, local_tensor
 from longdraft.native import Kernels, QuantizedMatrix, kernels
 from longdraft.native.boundary import CPU_FLOAT32
@@ -184,14 +185,18 @@ def layer_matrix(module: nn.Module) -> QuantizedMatrix | None:
     return QuantizedMatrix(data if module.rows is None else data[module.rows], matrices[0].format)
 
 
-def dequantize(matrix: QuantizedMatrix) -> torch.Tensor:
+def dequantize(matrix: QuantizedMatrix | Planes) -> torch.Tensor:
     """Returns the matrix in float32."""
+    if isinstance(matrix, Planes):
+        return planes.dequantize(matrix)
     cpu_kernels = kernels() if matrix.data.device.type == "cpu" else None
     return matrix.dequantize() if cpu_kernels is None else cpu_kernels.dequantize(matrix)
 
 
 def weight_storage(module: nn.Module) -> torch.Tensor:
     """Returns the first plain tensor that holds a module's weights; for a DTensor, of this process's shard."""
+    if isinstance(module, PlanesLinear):
+        return module.quants
     weight = module.data if isinstance(module, StoredWeights) else getattr(module, "weight", None)
     weight = weight if isinstance(weight, torch.Tensor) else next(module.parameters())
     return next(storage_tensors(local_tensor(weight)))
@@ -201,6 +206,8 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
     """Returns (out, in) of a layer, or (vocabulary, size) of an embedding."""
     if isinstance(module, StoredWeights):
         return module.matrix.shape
+    if isinstance(module, PlanesLinear):
+        return module.planes.shape
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and is_plain_tensor(weight):
         return weight.shape[0], weight.shape[1]
@@ -247,12 +254,14 @@ def quantize_rows(weights: torch.Tensor | QuantizedMatrix, target_format: Litera
 
 
 def quantize_for_draft(
-    weights: torch.Tensor | QuantizedMatrix, bits: Literal[4, 8] = 8
+    weights: torch.Tensor | QuantizedMatrix | Planes, bits: Literal[4, 8] = 8
 ) -> torch.Tensor | QuantizedMatrix:
     """Quantises a draft's matrix (out, in) for int8 arithmetic: drafts need not be exact.
 
     A matrix of more than ``bits + 1`` bits a weight (with the bits of the scales) is rounded to Q4_0 or Q8_0. If the
     length of its rows is no multiple of the block size, the result is a tensor of floats."""
+    if isinstance(weights, Planes):
+        weights = dequantize(weights)
     if isinstance(weights, QuantizedMatrix) and weights.bits_per_weight <= bits + 1:
         return weights.with_int8(int8=True)
     if weights.shape[1] % _QUANT_BLOCK:

@@ -93,23 +93,25 @@ def store_half_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 def dequantize_model(model: PreTrainedModel, dtype: torch.dtype, keep_planes: bool = False) -> PreTrainedModel:
     """Returns a copy of a model with all weights dequantised to ``dtype``. With ``keep_planes``, linear layers keep
-    quantised weights for a GPU (:mod:`.planes`), except the head, whose matrix drafts read."""
+    quantised weights for a GPU (:mod:`.planes`). A head that is tied to the embedding gets planes of its own, as the
+    embedding is dequantised."""
     with init_empty_weights():
         copied = type(model)(copy.deepcopy(model.config))
     weights: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         state: dict[str, Any] = {}
-        matrix = layer_matrix(module) if keep_planes and module is not model.get_output_embeddings() else None
+        matrix = layer_matrix(module) if keep_planes else None
         if matrix is not None and (planes := planes_of(matrix)) is not None:
             bias = getattr(module, "bias", None)
-            layer = PlanesLinear(planes, matrix.shape[1], None if bias is None else bias.to(dtype))
+            layer = PlanesLinear(planes, None if bias is None else bias.to(dtype))
             copied.set_submodule(path, layer)
             module = layer
         module._save_to_state_dict(state, f"{path}." if path else "", keep_vars=False)
         weights |= {name: x.to(dtype) if x.is_floating_point() else x for name, x in state.items()}
     copied.load_state_dict(weights, assign=True)
     copied.config.dtype = dtype
-    copied.tie_weights()
+    if not isinstance(copied.get_output_embeddings(), PlanesLinear):
+        copied.tie_weights()
     copied.generation_config = copy.deepcopy(model.generation_config)
     copied.requires_grad_(False).train(model.training)
     return mark_as_stored(copied) if has_stored_weights(copied) else copied
