@@ -34,6 +34,7 @@ from triton.runtime import driver
 
 from longdraft.attention import fixed_order_kernel, int8_kv_kernel, tree_attention_kernel
 from longdraft.model.gpu import kernels as gpu_kernels
+from longdraft.model.gpu import planes_kernel, top_p_kernel
 
 KIB = 1024
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor
@@ -53,6 +54,9 @@ MODELS = {
     "Llama-3.2-1B": (2048, 8192, 32, 8, 64, False),
 }
 ROWS = (1, 64)
+# Planes of matrices: bits of a stored weight, weights of a block and of a group (0: no groups), numbers of a scale, and
+# how the two weights of a byte lie.
+QUANTISED = ((4, 32, 0, 1, 16), (8, 32, 0, 1, 0), (4, 256, 32, 2, 32), (8, 256, 16, 1, 0), (4, 128, 128, 2, 64))
 
 Row = dict[str, Any]
 
@@ -106,6 +110,7 @@ recorded: list[Launch] = []
 for module, names in {
     gpu_kernels: ("norm", "rope", "silu"), tree_attention_kernel: ("tree_attention",), int8_kv_kernel: ("dequantize",),
     fixed_order_kernel: ("prefix_attention", "path_attention", "merge_splits"),
+    planes_kernel: ("linear",), top_p_kernel: ("top_p",),
 }.items():  # fmt: skip
     for name in names:
         setattr(module, f"{name}_kernel", Recorder(getattr(module, f"{name}_kernel"), recorded))
@@ -139,9 +144,18 @@ def _layer(
     keys, numbers = empty(1, kv_heads, CAPACITY, d), empty(1, dtype=torch.int32)
     qkv = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
     cos = empty(1, rows, d)
+    top_p_kernel.top_p_threshold(empty(rows, 128_256, dtype=torch.float32), 0.9)
     q = gpu_kernels.rope_and_write_kv(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
     if dtype == torch.float32:  # not launched
         return
+    # Q4_0, Q8_0, Q4_K, Q6_K; AWQ and GPTQ in groups of 128.
+    for bits, block, group, fields, interleave in QUANTISED:
+        quants = empty(hidden, hidden * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+        scales = empty(hidden, hidden // block, fields, dtype=torch.int16)
+        groups = empty(hidden, hidden // group, fields, dtype=torch.int8) if group else None
+        planes_kernel.planes_linear(
+            x[0], quants, scales, groups, None, interleave, 8 if block == 32 and bits == 4 else 0
+        )
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
     tree_attention_kernel.merge_tree_attention(
         q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longdraft.attention.prefill_window import MIN_WINDOW
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
 from longdraft.engine.planner import Planner
@@ -86,6 +87,9 @@ class Speculator:
         kv_dtype: rounds the KV cache of a float32 model on a CPU to ``"bfloat16"`` or ``"int8"`` (a scale for each
             entry); on a GPU, ``"int8"``. The cache takes fewer bytes, and a CPU reads it faster. The output is that of
             a slightly different model. None: no rounding.
+        prefill_window: on a CPU, reads long prompts faster and approximately: a prompt's tokens attend to its first 128
+            tokens and to the last ``prefill_window`` before them (at least 128), its last 512 tokens and all new tokens
+            to everything. None: all tokens attend to everything.
         plan: ``"auto"`` sizes the trees of each round by the costs on this machine and by earlier acceptance, and
             decodes plainly if that is faster. The first run with a model measures the costs (10 s at most) and saves
             them. A dictionary {tokens of a forward: seconds} replaces measured costs, so that trees are the same on
@@ -115,6 +119,7 @@ class Speculator:
         offload: str | None = None,
         plan: PlanChoice = None,
         kv_dtype: str | None = None,
+        prefill_window: int | None = None,
         deterministic: bool = False,
         **options: Any,
     ) -> None:
@@ -129,11 +134,16 @@ class Speculator:
             self.offload = offloading.parse(offload)
             rounded_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
             check_plan(plan)
+            if prefill_window is not None:
+                whole_number("prefill_window", prefill_window, MIN_WINDOW)
         if not isinstance(deterministic, bool):
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic
         self.tokenizer = tokenizer
-        make_runner = partial(TargetRunner, offload=self.offload, kv_dtype=rounded_dtype, deterministic=deterministic)
+        make_runner = partial(
+            TargetRunner, offload=self.offload, kv_dtype=rounded_dtype, deterministic=deterministic,
+            prefill_window=prefill_window,
+        )  # fmt: skip
         self._targets = Targets(self._method, self.options, plan, make_runner)
         if target is not None:
             self.use(target, tokenizer)
@@ -227,7 +237,7 @@ class Speculator:
     @property
     def exact(self) -> bool:
         """True if the output equals the output of plain decoding with the first target."""
-        return self.method.exact and not self.runner().kv_is_rounded
+        return self.method.exact and not self.runner().is_approximate
 
     def draft(self) -> Draft[Any] | None:
         """Returns the trained draft for the first target; None if the method uses none."""

@@ -39,8 +39,8 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"norm", "rope", "silu"}
-IN_16_BITS = {"tree_attention", "dequantize", "prefix_attention", "path_attention", "merge_splits"}
+PARTS = {"norm", "rope", "silu", "top_p"}
+IN_16_BITS = {"linear", "tree_attention", "dequantize", "prefix_attention", "path_attention", "merge_splits"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -52,6 +52,7 @@ class ForwardBatch:
             cache holds a selection of the context.
         window_starts: (B, T) int32, the first rank that each token attends to in a sliding window; None: no window. The
             rank of a prefix entry is its index, the rank of a tree token is prefix_len + the number of its ancestors.
+        num_first: number of first entries that all tokens see besides their windows.
         is_captured: True if the forward is captured in a CUDA graph, and replayed with other contents of its tensors.
             Then ``slots`` have no meaning, and ``prefix_lens`` are upper bounds.
         write_starts_t: (B,) int32, the entry that each sequence's first new token is written to; None:
@@ -75,6 +76,7 @@ class ForwardBatch:
     tree_offset: int = 0
     root_positions: tuple[int, ...] = ()
     window_starts: torch.Tensor | None = None
+    num_first: int = 0
     is_captured: bool = False
     write_starts_t: torch.Tensor | None = None
     is_prefill: bool = False
@@ -144,7 +146,8 @@ class ForwardBatch:
             return mask
         prefix_ranks = torch.arange(prefix_len, device=device).expand(self.query_len, -1)
         ranks = torch.cat([prefix_ranks, prefix_len + tree_mask.cumsum(1) - 1], dim=1)
-        return mask & (ranks >= self.window_starts[sequence_index].to(device).unsqueeze(1))
+        in_window = ranks >= self.window_starts[sequence_index].to(device).unsqueeze(1)
+        return mask & (in_window | (ranks < self.num_first))
 
     def last_tokens(self, num_tokens: int) -> ForwardBatch:
         """Returns a batch of only the last ``num_tokens`` tokens, for layers that compute no other tokens."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -109,9 +109,9 @@ class Bench:
         self.target = speculators[REFERENCE].runner()
         feature_layers = {name: spec.feature_layers() for name, spec in speculators.items()}
         default_layers = next(filter(None, feature_layers.values()), ())
-        # Methods share a cache of the prompts' KV if they want the same dtype, and hidden states of the same layers
+        # Methods share a cache of the prompts' KV if they have one target, and want hidden states of the same layers
         # beside the KV. A method that reads no hidden states can use a cache with them.
-        prefills: dict[tuple[str | None, tuple[int, ...]], SharedPrefill] = {}
+        prefills: dict[Hashable, SharedPrefill] = {}
         self.contenders: dict[str, Contender] = {}
         peer_target = self.target
         if load_dequantized is not None and len(speculators) < len(settings.contenders):
@@ -122,7 +122,8 @@ class Bench:
                 self.contenders[name] = TransformersGenerate(peer_target.model, name, same_arithmetic)
                 continue
             layers = feature_layers[name] or default_layers
-            prefill = prefills.setdefault((settings.kv_dtype_of(name), layers), SharedPrefill(PromptCache(layers)))
+            key = tuple(settings.target_options(name).items()), layers
+            prefill = prefills.setdefault(key, SharedPrefill(PromptCache(layers)))
             self.contenders[name] = MethodContender(name, speculators[name], prefill)
         self._codec = TextCodec(loaded.tokenizer)
         self._eos = eos_ids(self.target, loaded.tokenizer, settings.ignore_eos)

@@ -25,6 +25,8 @@ from longdraft.speculator import Speculator
 from longdraft.views.view import parse_dtype
 
 REFERENCE = "ar"
+# Options of a contender that change the target, so that prompts are read anew.
+TARGET_OPTIONS = ("kv_dtype", "prefill_window")
 """The contender with which all are compared: plain autoregressive decoding."""
 
 
@@ -47,7 +49,7 @@ class Settings:
     cold: bool = True
     # options for all methods that take a draft: ``draft``, ``widths``, ``nodes``
     draft_options: Mapping[str, Any] = field(default_factory=dict)
-    # by the name of a contender: options of the method, ``plan`` and ``kv_dtype``
+    # by the name of a contender: options of the method, ``plan``, and of the target (TARGET_OPTIONS)
     contender_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     plan: str | None = None  # for longdraft's methods, as for Speculator; offload too
     offload: str | None = None
@@ -72,7 +74,7 @@ class Settings:
             if name not in PEERS:
                 resolve(method_name(name), self.options(name))  # raises if an option is wrong or the draft unreadable
             plans.check_plan(self.plan_of(name))
-            parse_dtype(self.kv_dtype_of(name), "kv_dtype")
+            parse_dtype(self.target_options(name).get("kv_dtype"), "kv_dtype")
         offloading.parse(self.offload)
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
             names = ", ".join(method.name for method in METHODS.values() if method.takes_draft)
@@ -90,15 +92,16 @@ class Settings:
             if matching and name not in matching:
                 del shared["draft"]
         options = shared | dict(self.contender_options.get(name, {}))
-        return {option: value for option, value in options.items() if option not in ("plan", "kv_dtype")}
+        return {option: value for option, value in options.items() if option not in ("plan", *TARGET_OPTIONS)}
 
     def plan_of(self, name: str) -> str | None:
         """Returns the ``plan`` of a contender."""
         return dict(self.contender_options.get(name, {})).get("plan", self.plan)
 
-    def kv_dtype_of(self, name: str) -> str | None:
-        """Returns the ``kv_dtype`` of a contender; None: the model's dtype."""
-        return dict(self.contender_options.get(name, {})).get("kv_dtype")
+    def target_options(self, name: str) -> dict[str, Any]:
+        """Returns the options of a contender that change the target."""
+        options = self.contender_options.get(name, {})
+        return {option: options[option] for option in TARGET_OPTIONS if option in options}
 
     def takes_draft(self, name: str) -> bool:
         """Returns True if ``draft_options`` apply to a contender."""
@@ -114,7 +117,7 @@ def make_speculator(settings: Settings, name: str, loaded: LoadedModel, progress
     """Makes the speculator of a contender. Measures the costs that its planner of draft trees needs."""
     spec = Speculator(
         method_name(name), target=loaded.model, tokenizer=loaded.tokenizer, offload=settings.offload,
-        plan=settings.plan_of(name), kv_dtype=settings.kv_dtype_of(name), **settings.options(name),
+        plan=settings.plan_of(name), **settings.target_options(name), **settings.options(name),
     )  # fmt: skip
     spec.planner(progress)
     return spec

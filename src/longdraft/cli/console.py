@@ -144,8 +144,8 @@ _FLAGS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         "arithmetic", "batch", "depth", "device", "draft", "dtype", "kv_dtype", "min_p", "nodes", "offload", "plan",
-        "repetition_penalty", "repetition_window", "rope_factor", "seed", "stop", "temperature", "threshold", "top_p",
-        "tree", "weights", "widths",
+        "prefill_window", "repetition_penalty", "repetition_window", "rope_factor", "seed", "stop", "temperature",
+        "threshold", "top_p", "tree", "weights", "widths",
     )
 } | {"max_new_tokens": "--max-tokens", "top_k": "--tree-top-k"}  # fmt: skip
 # An error about an argument's value begins with the argument's name, then perhaps the value, then one of these verbs.

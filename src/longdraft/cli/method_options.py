@@ -25,7 +25,7 @@ from longdraft.trees.options import TreeOptions
 Number = TypeVar("Number", int, float)
 
 # Options that every method of a benchmark takes, in addition to its own. plan: adapt tree sizes, or keep them fixed.
-SHARED_OPTIONS = ("plan", "kv_dtype")
+SHARED_OPTIONS = ("plan", "kv_dtype", "prefill_window")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 _TYPES = {value_type.__name__: value_type for value_type in (int, float, bool, str, tuple, object)}
 
@@ -83,6 +83,14 @@ class DecodingOptions(OptionGroup):
             show_default="the model's dtype",
         ),
     ] = None
+    prefill_window: Annotated[
+        int | None,
+        typer.Option(
+            help="On a CPU, read long prompts faster: their tokens attend to the first 128 and to the last N tokens, "
+            "only the last 512 and the answer to all. The text may differ from the model's own.",
+            show_default="all tokens",
+        ),
+    ] = None
     deterministic: Annotated[
         bool,
         typer.Option(
@@ -95,7 +103,9 @@ class DecodingOptions(OptionGroup):
     @property
     def speculator_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of Speculator, without the method's options."""
-        return {name: getattr(self, name) for name in ("offload", "plan", "kv_dtype", "deterministic")}
+        return {
+            name: getattr(self, name) for name in ("offload", "plan", "kv_dtype", "prefill_window", "deterministic")
+        }
 
     @property
     def model_name(self) -> str:

@@ -39,7 +39,7 @@ _PANELS = {
     ),
     "Model and memory": (
         "dtype", "device", "weights", "arithmetic", "rope_factor", "threads", "offload", "kv_dtype",
-        "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
+        "prefill_window", "deterministic", "kv_cache", "prefix_gib", "snapshots", "snapshot_gib",
     ),
     "Limits": ("queue", "timeout", "allow_host", "allow_origin"),
     "Ray": ("ray", "replicas", "ray_config"),

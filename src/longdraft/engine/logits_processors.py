@@ -15,7 +15,9 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TopPLogitsWarper
 from transformers.generation import logits_process as transformers_processors
 
+from longdraft.attention import custom_ops
 from longdraft.errors import CapabilityError
+from longdraft.model.gpu.top_p import keep_top_p
 
 # Name of a processor class that holds state of all sequences of a batch -> the argument of ``generate`` that makes it.
 _BATCH_PROCESSORS = {
@@ -38,9 +40,12 @@ _MIN_PROBABILITY = 1e-5
 
 
 class FastTopP(TopPLogitsWarper):
-    """transformers' top-p, faster: sorts only the tokens above ``_MIN_PROBABILITY`` if their sum reaches ``top_p``."""
+    """transformers' top-p, faster. On a CPU only the tokens above ``_MIN_PROBABILITY`` are sorted, if their sum reaches
+    ``top_p``. On a GPU nothing is sorted; of equally probable tokens all or none are kept."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.device.type == "cuda" and self.min_tokens_to_keep == 1 and custom_ops.triton_enabled():
+            return keep_top_p(scores, float(self.top_p), self.filter_value)
         if scores.shape[0] > 1 or scores.device.type != "cpu" or self.min_tokens_to_keep > 1:
             return super().__call__(input_ids, scores)
         probabilities = scores[0].softmax(-1)

@@ -166,7 +166,7 @@ class Session:
             token_ids=list(s.output),
             prompt_tokens=len(s.prompt),
             method=self._method,
-            exact=self._exact and not runner.kv_is_rounded,
+            exact=self._exact and not runner.is_approximate,
             finish_reason=s.finish_reason or "cancelled",
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,

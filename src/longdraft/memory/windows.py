@@ -119,8 +119,9 @@ class WindowKVCache:
             window_starts, lens = first_entries.clamp_min(0).int(), tuple(prefix_lens)
             # In the buffer, the position of the root is the prefix length.
             batch.metadata[key] = replace(
-                batch, prefix_lens=lens, root_positions=lens, prefix_lens_t=prefix_lens_t, window_starts=window_starts
-            )
+                batch, prefix_lens=lens, root_positions=lens, prefix_lens_t=prefix_lens_t, window_starts=window_starts,
+                num_first=0,
+            )  # fmt: skip
         in_buffer: ForwardBatch = batch.metadata[key]
         return in_buffer
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.attention.int8_kv import accept_int8_kv
+from longdraft.attention.prefill_window import with_prefill_window
 from longdraft.errors import CapabilityError
 from longdraft.files import prefix_errors_with
 from longdraft.memory import memory_info
@@ -42,6 +43,8 @@ class TargetRunner:
         offload: where keys and values are kept; see :func:`longdraft.memory.offload.parse`.
         kv_dtype: dtype of keys and values; None takes :attr:`default_kv_dtype`.
         deterministic: True gives plain steps and verifications equal bits on a GPU too (:mod:`.gpu.deterministic`).
+        prefill_window: tokens that most tokens of a prompt attend to (:mod:`longdraft.attention.prefill_window`); None:
+            all.
 
     Attributes:
         held_model: the user's model; set it to None to hold only a weak reference.
@@ -71,8 +74,9 @@ class TargetRunner:
         offload: Offload = None,
         kv_dtype: torch.dtype | None = None,
         deterministic: bool = False,
+        prefill_window: int | None = None,
     ) -> None:
-        self.offload = offload
+        self.offload, self.prefill_window = offload, prefill_window
         self.held_model: PreTrainedModel | None = model
         self._model_ref = ref(model)
         self.tp_rank = tp_rank_of(model)
@@ -103,6 +107,10 @@ class TargetRunner:
         self.kv_dtype = kv_dtype or self.default_kv_dtype
         if self.kv_is_rounded:
             support.check_kv_dtype(self, "kv_dtype", self.kv_dtype)
+        if prefill_window is not None and self.device.type != "cpu":
+            raise CapabilityError(
+                f"prefill_window is for models on a CPU, and this one is on {self.device}: leave it out."
+            )
         self.has_recurrent_layers = bool(self.execution_model.layout.recurrent)
         layout = self.execution_model.layout
         # A CUDA graph cannot capture collectives, sliding window caches, or a loop over tokens.
@@ -190,6 +198,8 @@ class TargetRunner:
             name += f", share {self.tp_rank.rank + 1} of {self.tp_rank.world_size}"
         if self.arithmetic == "int8":
             name += ", int8 arithmetic"
+        if self.prefill_window is not None:
+            name += f", prompts read in windows of {self.prefill_window}"
         return f"{name}, KV in {self.kv_dtype}" if self.kv_dtype != self.kv_shape.dtype else name
 
     def synced_fingerprint(self) -> str:
@@ -204,6 +214,11 @@ class TargetRunner:
         return self.kv_dtype != self.default_kv_dtype
 
     @property
+    def is_approximate(self) -> bool:
+        """True if an option changes the outputs: rounded KV, or prompts read in windows."""
+        return self.kv_is_rounded or self.prefill_window is not None
+
+    @property
     def can_round_kv(self) -> bool:
         """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32
@@ -216,7 +231,8 @@ class TargetRunner:
     @property
     def store_compat_key(self) -> object:
         """The ``compat_key`` of new stores of this target. A run may use only stores whose key equals it."""
-        return self.execution_model.layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload
+        layout = self.execution_model.layout
+        return layout, self.model.device, self.model.dtype, self.kv_dtype, self.offload, self.prefill_window
 
     def new_store(
         self,
@@ -284,6 +300,8 @@ class TargetRunner:
         Raises:
             NumericalError: a computed logit is NaN.
             CapabilityError: :meth:`sync_with_model` raises it."""
+        if self.prefill_window is not None and batch.prompt_len:
+            batch = with_prefill_window(batch, self.prefill_window)
         with self.lock:
             self._sync_if_moved()
             all_taps = self._with_feature_layers(taps, store)

@@ -171,8 +171,8 @@ Status longdraft_attend(const float *q, const KVCache *kv, int64_t slot, int64_t
 } CATCH_EXCEPTIONS
 
 Status longdraft_attend_prefill(const float *q, const KVCache *kv, int64_t slot, int64_t n_heads, int64_t group_size, int64_t rows,
-                            int64_t d, int64_t n_kv, const std::int32_t *window_start, const SoftmaxParams *softmax, float *out,
-                            int threads) try {
+                            int64_t d, int64_t n_kv, const std::int32_t *window_start, int64_t n_first, const SoftmaxParams *softmax,
+                            float *out, int threads) try {
   // Queries of a work item: their scores and a block of keys fit the L2 cache. More with AMX, where all share one interleaving of a block.
   constexpr int64_t ITEM_ROWS = (HAVE_AMX ? 32 : 16) * TILE_ROWS;
   const bool bf16 = use_amx_bf16(*kv);
@@ -189,21 +189,25 @@ Status longdraft_attend_prefill(const float *q, const KVCache *kv, int64_t slot,
     [[maybe_unused]] const amx::TileConfig config;
     const KVHead head_kv = kv_head(*kv, slot, head / group_size);
     const std::int32_t *item_window_start = window_start ? window_start + first : nullptr;
-    const int64_t window_begin = first_seen_key(item_window_start, count, before + count), start = window_begin / SEGMENT * SEGMENT;
+    const int64_t window_begin = first_seen_key(item_window_start, count, before + count);
     const auto causal_mask = [=](float *scores, int64_t first_key, int64_t n_keys) {
-      mask_before_window(scores, count, first_key, n_keys, item_window_start, count);
+      mask_before_window(scores, count, first_key, n_keys, item_window_start, count, n_first);
       for (int64_t r = 0; r < count; r++) {  // causal: row r sees keys up to before + r
         for (int64_t j = std::max(first_key, before + r + 1); j < first_key + n_keys; j++) scores[r * BLOCK + j - first_key] = MASKED;
       }
     };
     const PartialAttention all = empty_partial(partials, count, d);
-    for (int64_t from = start; from < before + count; from += SEGMENT) {
-      const PartialAttention part = from > start ? empty_partial(partials + size, count, d) : all;
-      for (int64_t key = std::max(from, window_begin / BLOCK * BLOCK); key < std::min(before + count, from + SEGMENT); key += BLOCK) {
-        const int64_t n_keys = std::min(BLOCK, before + count - key);
-        attend_block({scaled, count, d, part, softmax->softcap, window_begin, bf16}, head_kv, key, n_keys, s, kt, causal_mask);
+    bool is_empty = true;
+    for (int64_t from = 0; from < before + count; from += SEGMENT) {
+      if (from >= n_first && from + SEGMENT <= window_begin) continue;
+      const PartialAttention part = is_empty ? all : empty_partial(partials + size, count, d);
+      for (int64_t key = from; key < std::min(before + count, from + SEGMENT); key += BLOCK) {
+        if (key >= n_first && key + BLOCK <= window_begin) continue;
+        const int64_t n_keys = std::min(BLOCK, before + count - key), seen_from = key < n_first ? 0 : window_begin;
+        attend_block({scaled, count, d, part, softmax->softcap, seen_from, bf16}, head_kv, key, n_keys, s, kt, causal_mask);
       }
-      if (from > start) merge_partials(all, part, count, d);
+      if (!is_empty) merge_partials(all, part, count, d);
+      is_empty = false;
     }
     normalize(all, count, d, out + (head * rows + first) * d, softmax->sinks ? softmax->sinks + head : nullptr, count);
   });

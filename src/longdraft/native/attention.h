@@ -292,13 +292,14 @@ void accumulate_pv_block(const AttentionInput &in, const KVHead &kv, int64_t fir
 }
 
 // Masks the keys before each row's window. s (rows, BLOCK): scores of n_keys keys from rank first_key on. Row r belongs to token
-// r % n_tokens. window_start (n_tokens,): the lowest rank that a token sees; null: no window.
+// r % n_tokens. window_start (n_tokens,): the lowest rank that a token sees; null: no window. All tokens see the first n_first keys.
 inline void mask_before_window(float *s, int64_t rows, int64_t first_key, int64_t n_keys, const std::int32_t *window_start,
-                               int64_t n_tokens) {
+                               int64_t n_tokens, int64_t n_first = 0) {
   if (!window_start) return;
+  const int64_t begin = std::clamp<int64_t>(n_first - first_key, 0, n_keys);
   for (int64_t r = 0; r < rows; r++, s += BLOCK) {
-    const int64_t n_masked = window_start[r % n_tokens] - first_key;
-    if (n_masked > 0) std::fill_n(s, std::min(n_keys, n_masked), MASKED);
+    const int64_t end = std::min<int64_t>(n_keys, window_start[r % n_tokens] - first_key);
+    if (end > begin) std::fill(s + begin, s + end, MASKED);
   }
 }
 

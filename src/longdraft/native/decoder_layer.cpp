@@ -51,8 +51,8 @@ void run_layer(const DecoderLayer &layer, const AttentionMetadata &metadata, con
     const std::int32_t *window_start = metadata.window_start ? metadata.window_start + b * query_len : nullptr;
     if (metadata.prefill && query_len > FEW_TOKENS) {
       check(longdraft_attend_prefill(queries + b * q_size * query_len, &kv, metadata.slots[b], layer.n_heads,
-                                     layer.n_heads / layer.n_kv_heads, query_len, d, metadata.kv_lens[b], window_start, &layer.softmax,
-                                     heads_out, threads));
+                                     layer.n_heads / layer.n_kv_heads, query_len, d, metadata.kv_lens[b], window_start, metadata.n_first,
+                                     &layer.softmax, heads_out, threads));
     } else {
       check(longdraft_attend(queries + b * q_size * query_len, &kv, metadata.slots[b], layer.n_kv_heads,
                              layer.n_heads / layer.n_kv_heads * query_len, d, metadata.kv_lens[b], mask, query_len, metadata.mask_width,

@@ -91,6 +91,7 @@ struct AttentionMetadata {
   const std::int32_t *window_start;            // (B, T) or null: window_start of longdraft_attend for each sequence
   std::int64_t mask_width;
   std::int64_t prefill;  // 1: causal tokens of a prompt
+  std::int64_t n_first;  // n_first of longdraft_attend_prefill
 };
 
 // Keys and values of several layers: (layers, slots, n_kv_heads, capacity, d). Strides are in elements; a row is an entry's key or value.
@@ -248,11 +249,12 @@ Status longdraft_attend(const float *q, const KVCache *kv, std::int64_t slot, st
                         std::int64_t n_kv, const std::uint8_t *mask, std::int64_t mask_rows, std::int64_t mask_width,
                         const std::int32_t *window_start, const SoftmaxParams *softmax, float *out, int threads);
 
-// Causal attention of a chunk of a prompt: of `rows` tokens, whose entries are the last of n_kv. q, out (n_heads, rows, d). Other
-// arguments and the bits of a row are as in longdraft_attend.
+// Causal attention of a chunk of a prompt: of `rows` tokens, whose entries are the last of n_kv. q, out (n_heads, rows, d). All tokens
+// also see the first n_first entries before their window. Other arguments and the bits of a row are as in longdraft_attend.
 Status longdraft_attend_prefill(const float *q, const KVCache *kv, std::int64_t slot, std::int64_t n_heads,
                                 std::int64_t group_size, std::int64_t rows, std::int64_t d, std::int64_t n_kv,
-                                const std::int32_t *window_start, const SoftmaxParams *softmax, float *out, int threads);
+                                const std::int32_t *window_start, std::int64_t n_first, const SoftmaxParams *softmax, float *out,
+                                int threads);
 
 // Runs decoder layers on x (B, T, hidden_size): overwrites x by the last layer's output, and writes the new tokens' KV.
 // metadata, kv: one for each KV group. delta_batch: the tokens for recurrent layers, or null.

@@ -126,6 +126,7 @@ class Kernels:
         *,
         prefill: bool = False,
         window_start: torch.Tensor | None = None,
+        num_first: int = 0,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -142,6 +143,7 @@ class Kernels:
             prefill: True: causal attention of a prompt's chunk.
             window_start: (T,) int32, the lowest rank that a token sees, where ranks number the entries that it sees
                 without a window. None: no window.
+            num_first: number of first entries that all tokens also see; for prefill only.
             softcap: replaces scores s by softcap * tanh(s / softcap); None: no cap.
             sinks: (query heads,) additional scores in the softmax's denominator, which have no values; None: none.
 
@@ -158,7 +160,7 @@ class Kernels:
         if prefill:
             sizes = heads, heads // k.shape[0], rows, d, k.shape[1]
             window = address(window_start, torch.int32, rows)
-            self.call("attend_prefill", address(q), *kv_and_slot, *sizes, window, *softmax_and_out)
+            self.call("attend_prefill", address(q), *kv_and_slot, *sizes, window, num_first, *softmax_and_out)
             return out
         # T: from the mask or window, or from the sinks' number of query heads. Else it does not matter.
         num_tokens = rows if sinks is None else rows * heads // len(sinks)

@@ -240,6 +240,7 @@ class AttentionMetadata:
             before these. None: tokens see all entries.
         prefill: True: the tokens are a prompt's, with causal attention and no mask.
         window_start: (B, T) int32, as in :meth:`Kernels.attend`; None: no window.
+        num_first: as in :meth:`Kernels.attend`.
     """
 
     cos: torch.Tensor
@@ -250,6 +251,7 @@ class AttentionMetadata:
     mask: torch.Tensor | None
     prefill: bool = False
     window_start: torch.Tensor | None = None
+    num_first: int = 0
 
     def __post_init__(self) -> None:
         num_sequences, query_len, rotary_dim = self.cos.shape
@@ -261,5 +263,5 @@ class AttentionMetadata:
             slots=self.slots, kv_write_start=self.kv_write_start, kv_lens=self.kv_lens,
             masks=None if self.mask is None else self.mask.contiguous(),
             window_start=None if self.window_start is None else self.window_start.int().contiguous(),
-            mask_width=0 if self.mask is None else self.mask.shape[-1], prefill=self.prefill,
+            mask_width=0 if self.mask is None else self.mask.shape[-1], prefill=self.prefill, n_first=self.num_first,
         )  # fmt: skip

@@ -271,5 +271,10 @@ def _kernel_inputs_of_kind(
     cos, sin = (x.expand(batch.batch_size, batch.query_len, -1) for x in cos_sin)
     starts = [n + batch.tree_offset for n in batch.prefix_lens]
     ends = [n + batch.tree_len for n in batch.prefix_lens]
-    metadata = AttentionMetadata(cos, sin, batch.slots, starts, ends, mask, is_prefill_chunk, batch.window_starts)
+    window_starts = batch.window_starts
+    if batch.num_first and batch.query_len <= FEW_TOKENS:
+        window_starts = None  # a few tokens see everything
+    metadata = AttentionMetadata(
+        cos, sin, batch.slots, starts, ends, mask, is_prefill_chunk, window_starts, batch.num_first
+    )
     return metadata, cache.keys, cache.values
