@@ -157,9 +157,8 @@ def _layer(
             x[0], quants, scales, groups, None, interleave, 8 if block == 32 and bits == 4 else 0
         )
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
-    tree_attention_kernel.merge_tree_attention(
-        q, keys, keys, q, lse, empty(rows, dtype=torch.int32), hidden_rows, d**-0.5
-    )
+    indices = empty(rows, dtype=torch.int32)
+    tree_attention_kernel.merge_tree_attention(q, keys, keys, q, lse, numbers, indices, hidden_rows, d**-0.5)
     int8_kv_kernel.dequantize_kv(
         empty(1, kv_heads, CAPACITY, d, dtype=torch.int8),
         empty(1, kv_heads, CAPACITY, dtype=torch.float32),

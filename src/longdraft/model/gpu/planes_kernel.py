@@ -108,13 +108,15 @@ def planes_linear(
         return out
     group = k // (num_blocks if group_scales is None else group_scales.shape[1])
     tile_rows = max(MIN_TILE_ROWS, min(MAX_TILE_ROWS, triton.next_power_of_2(rows)))
+    # Registers and shared memory of a processor hold two programs or more (benchmarks/triton_compiled.py).
+    tile_inputs = MAX_TILE_INPUTS if tile_rows < MAX_TILE_ROWS else MAX_TILE_INPUTS // 2
     with torch.cuda.device_of(x):
         linear_kernel[(triton.cdiv(outs, TILE_OUTPUTS), triton.cdiv(rows, tile_rows))](
             x, quants, block_scales.view(torch.float16), quants if group_scales is None else group_scales,
             x if bias is None else bias, out, rows, outs, x.stride(0),
             K=k, INTERLEAVE=interleave, ZERO=zero, BLOCK=k // num_blocks, GROUP=group, FIELDS=fields,
             HAS_GROUPS=group_scales is not None, HAS_BIAS=bias is not None, TILE_M=tile_rows, TILE_N=TILE_OUTPUTS,
-            TILE_K=math.gcd(k, MAX_TILE_INPUTS), DOT=DOT_TYPES[x.dtype], num_warps=WARPS, num_stages=STAGES,
+            TILE_K=math.gcd(k, tile_inputs), DOT=DOT_TYPES[x.dtype], num_warps=WARPS, num_stages=STAGES,
             enable_fp_fusion=False,  # a fused multiply-add would give other weights than on a CPU
         )  # fmt: skip
     return out
