@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longdraft.attention.prefill_window import MIN_WINDOW
+from longdraft.attention.prefill_window import check_prefill_window
 from longdraft.drafts.draft import Draft
 from longdraft.engine.loop import Engine
 from longdraft.engine.planner import Planner
@@ -134,8 +134,7 @@ class Speculator:
             self.offload = offloading.parse(offload)
             rounded_dtype = None if kv_dtype is None else parse_dtype(kv_dtype, "kv_dtype")
             check_plan(plan)
-            if prefill_window is not None:
-                whole_number("prefill_window", prefill_window, MIN_WINDOW)
+            check_prefill_window(prefill_window)
         if not isinstance(deterministic, bool):
             raise RequestError(f"deterministic is True or False, got {deterministic!r}")
         self.deterministic = deterministic

@@ -41,9 +41,9 @@ def attend(
         k, v = (cache[slot, :, : prefix_len + batch.tree_len] for cache in (keys, values))
         rows = q[b] if is_tiled else folded[b]
         mask = None if is_tiled or batch.tree_len < 2 else batch.tree_mask(b, q.device)
-        # A window with first entries needs tiles; without them a few tokens see everything.
-        has_window = batch.window_starts is not None and (is_tiled or not batch.num_first)
-        start = batch.window_starts[b] if has_window and batch.window_starts is not None else None
+        # First entries besides a window need tiles; without tiles a few tokens see everything.
+        starts = batch.window_starts if is_tiled or not batch.num_first else None
+        start = None if starts is None else starts[b]
         o = kernels.attend(
             rows, k, v, mask, scale, prefill=is_tiled, window_start=start, num_first=batch.num_first,
             softcap=softcap, sinks=sinks,

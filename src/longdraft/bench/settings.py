@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longdraft.attention.prefill_window import check_prefill_window
 from longdraft.bench.peers import PEERS
 from longdraft.drafts import draft_folder
 from longdraft.engine.sampler import Sampling
@@ -25,9 +26,9 @@ from longdraft.speculator import Speculator
 from longdraft.views.view import parse_dtype
 
 REFERENCE = "ar"
+"""The contender with which all are compared: plain autoregressive decoding."""
 # Options of a contender that change the target, so that prompts are read anew.
 TARGET_OPTIONS = ("kv_dtype", "prefill_window")
-"""The contender with which all are compared: plain autoregressive decoding."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class Settings:
             if name not in PEERS:
                 resolve(method_name(name), self.options(name))  # raises if an option is wrong or the draft unreadable
             plans.check_plan(self.plan_of(name))
-            parse_dtype(self.target_options(name).get("kv_dtype"), "kv_dtype")
+            target_options = self.target_options(name)
+            parse_dtype(target_options.get("kv_dtype"), "kv_dtype")
+            check_prefill_window(target_options.get("prefill_window"))
         offloading.parse(self.offload)
         if self.draft_options and not any(self.takes_draft(name) for name in self.methods):
             names = ", ".join(method.name for method in METHODS.values() if method.takes_draft)

@@ -38,11 +38,12 @@ def four_bit_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, float] | Non
         The copy, and the bytes that a forward of it reads / the bytes that a forward of the model reads; None if the
         copy does not fit into memory, or if it would read more than :data:`MAX_RATIO` of the bytes.
     """
-    copied, head = copy_model(model), model.get_output_embeddings()
+    copied, embedding, head = copy_model(model), model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = not isinstance(head, PlanesLinear) and embedding.weight is head.weight
     formats: dict[str, Literal["Q4_0", "Q8_0"]] = {}
     own_bytes = copy_bytes = other_bytes = 0
     for path, module in model.named_modules():
-        if module is model.get_input_embeddings() and module.weight is not head.weight:
+        if module is embedding and not is_tied:
             continue  # a forward reads few rows
         if not _can_quantize(module) or (module is head and isinstance(head, PlanesLinear)):
             other_bytes += _num_bytes(module)
