@@ -210,7 +210,7 @@ class TrainedDraft(Draft[BoundT]):
         module = self._meta_module()
         module.load_state_dict({name: t.to(device, dtype) for name, t in self.weights.items()}, assign=True)
         module.requires_grad_(False).eval()
-        return draft_copy.round_to_eight_bits(module) if draft_copy.reads_planes(runner.model) else module
+        return draft_copy.round_to_eight_bits(module) if runner.drafts_in_eight_bits else module
 
     def trainable_module(self) -> Any:
         """Returns the module with the draft's weights in float32, for further training."""
@@ -225,7 +225,7 @@ class TrainedDraft(Draft[BoundT]):
         if ids is not None:
             ids = ids.to(runner.device)
             head = full_tensor(head)[ids] if isinstance(head, torch.Tensor) else head.select_rows(ids)
-        if isinstance(head, torch.Tensor) and draft_copy.reads_planes(runner.model):
+        if isinstance(head, torch.Tensor) and runner.drafts_in_eight_bits:
             head = draft_copy.eight_bit_planes(head)
         return head, ids
 

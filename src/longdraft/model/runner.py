@@ -219,6 +219,11 @@ class TargetRunner:
         return self.kv_is_rounded or self.prefill_window is not None
 
     @property
+    def drafts_in_eight_bits(self) -> bool:
+        """True for a model on a GPU with few bits a weight, beside which a draft in 16 bits would be slow."""
+        return self.device.type == "cuda" and stored_model.has_stored_weights(self.model)
+
+    @property
     def can_round_kv(self) -> bool:
         """True if the attention path reads KV in any dtype, as our CPU kernels do for models in float32."""
         return self.attention_path == "cpu" and self.kv_shape.dtype == torch.float32

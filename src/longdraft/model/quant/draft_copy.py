@@ -65,11 +65,6 @@ def four_bit_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, float] | Non
     return copied, ratio
 
 
-def reads_planes(model: nn.Module) -> bool:
-    """True for a model on a GPU with layers of few bits. Its drafts then get eight bits, as 16 would be slow beside."""
-    return any(isinstance(module, PlanesLinear) and module.quants.device.type == "cuda" for module in model.modules())
-
-
 def round_to_eight_bits(draft: ModuleT) -> ModuleT:
     """Rounds a draft's linear layers to Q8_0, in place, and returns the draft. Rows that are no whole blocks stay."""
     for path, module in list(draft.named_modules()):

@@ -46,6 +46,7 @@ class EngineTarget:
 
     tp_rank = None  # the target is on one device
     allows_fusion = True
+    drafts_in_eight_bits = False
     buffer_arena = None  # a draft's memory lasts as long as the engine
     profiler = None  # only the bench profiles
 
