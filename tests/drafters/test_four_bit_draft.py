@@ -83,11 +83,12 @@ def test_a_changed_model_gets_a_new_copy_and_an_unused_one_is_freed(simulated_gp
     gc.collect()
 
 
-def test_layers_of_eight_bits_get_four():
-    """As a GGUF file in Q8_0 on a GPU has them."""
+@pytest.mark.parametrize("with_head", [False, True])
+def test_layers_of_eight_bits_get_four(with_head):
+    """As a GGUF file in Q8_0 on a GPU has them. Its head keeps its eight bits."""
     model = tiny_model(hidden=64, heads=4)
     for name, module in list(model.named_modules()):
-        if type(module) is torch.nn.Linear and name != "lm_head":
+        if type(module) is torch.nn.Linear and (with_head or name != "lm_head"):
             blocks = QuantizedMatrix(quantize_blocks(module.weight.detach(), "Q8_0"), "Q8_0")
             model.set_submodule(name, PlanesLinear(planes_of(blocks)))
     copied, ratio = four_bit_copy(model)

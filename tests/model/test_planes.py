@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("triton")
 
 from longdraft import LoadedModel, Speculator
+from longdraft.drafts import draft_models
 from longdraft.errors import CapabilityError
 from longdraft.model.gguf.loading import load_gguf
 from longdraft.model.gpu import planes_kernel
@@ -24,6 +25,7 @@ from longdraft.native.quantized_matrix import QUANT_SIZES, QuantizedMatrix
 from tests.support.gguf_files import HALVES, write_gguf
 from tests.support.simulated_gpu import SimulatedGraphs, to_simulated_gpu
 from tests.support.slow_marks import rotate_pairs
+from tests.support.tiny import tiny_model
 
 FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -63,6 +65,15 @@ def test_a_matrix_of_many_rows_is_dequantised_in_pieces(monkeypatch):
     expected = layer(x)
     monkeypatch.setattr(planes, "DEQUANTIZED_ROWS", 128)
     torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("rows", [40, torch.tensor([5, 0, 41])], ids=["first", "some"])
+def test_a_draft_keeps_some_rows_of_a_head(rows):
+    model = tiny_model(hidden=64, heads=4)
+    head = planes.PlanesLinear(planes.planes_of(random_matrix("Q8_0", 61, 64)))
+    model.set_output_embeddings(head)
+    kept = draft_models.fit_head(model, rows).get_output_embeddings()
+    assert torch.equal(kept.weight, head.weight[:rows] if isinstance(rows, int) else head.weight[rows])
 
 
 def test_other_blocks_are_unpacked():

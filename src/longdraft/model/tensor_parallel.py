@@ -135,7 +135,7 @@ def tp_rank_of(model: PreTrainedModel) -> TPRank | None:
 
 def parallel_linear(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns ``F.linear`` for a few tokens with ``weight`` (out, in). All processes get the complete result.
-    ``weight`` may be a DTensor that is sharded by rows."""
+    ``weight`` may be a DTensor that is sharded by rows, or a quantised matrix's planes on a GPU."""
     if isinstance(weight, Planes):
         return PlanesLinear(weight).forward
     if not is_dtensor(weight):

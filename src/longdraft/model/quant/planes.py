@@ -9,7 +9,7 @@ float32. For many tokens the matrix is dequantised, and torch multiplies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -118,19 +118,15 @@ class PlanesLinear(nn.Module):
         """The matrix in float32, dequantised at each access."""
         return dequantize(self.planes)
 
-    def _pieces(self) -> Iterator[tuple[slice, Planes]]:
-        for start in range(0, self.out_features, DEQUANTIZED_ROWS):
-            piece = slice(start, start + DEQUANTIZED_ROWS)
-            yield piece, self.planes.select_rows(piece)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computes x (..., in) -> (..., out), in x's dtype."""
         rows = x.reshape(-1, self.in_features)
         if not uses_kernel(rows, self):
-            products = [
-                F.linear(x, dequantize(part).to(x.dtype), None if self.bias is None else self.bias[piece])
-                for piece, part in self._pieces()
-            ]
+            products = []
+            for start in range(0, self.out_features, DEQUANTIZED_ROWS):
+                piece = slice(start, start + DEQUANTIZED_ROWS)
+                weights = dequantize(self.planes.select_rows(piece)).to(x.dtype)
+                products.append(F.linear(x, weights, None if self.bias is None else self.bias[piece]))
             return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         planes = self.quants, self.block_scales, self.group_scales, self.bias, self.interleave, self.zero
         out: torch.Tensor = torch.ops.longdraft.planes_linear(rows, *planes)
