@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, nargs="+", help="texts in UTF-8; the last one is kept for the test")
     parser.add_argument("--model", help="a hub id, a folder or a .gguf file; the embedded model if left out")
-    parser.add_argument("--kind", default="eagle3", help="longspec, eagle3, onepass, heads, lm (eagle3)")
+    parser.add_argument("--kind", default="eagle3", help="longspec, eagle3, tokenswift, lm (eagle3)")
     parser.add_argument("--answers", type=int, default=240, help="answers that it learns from (240)")
     parser.add_argument("--epochs", type=float, default=1.0, help="how often it reads them (1)")
     parser.add_argument("--out", type=Path, default=Path("my-draft"), help="folder of all that is made (my-draft)")

@@ -21,7 +21,7 @@ from longdraft.options import LazyImport, find_method, options_of
 
 # The drafters that the option ``drafter`` stands for by default. The first one with available weights is used.
 DEFAULT_DRAFTERS = (
-    "eagle3", "longspec", "onepass", "eagle", "small-lm", "heads", "prompt-lookup", "self", "triforce", "ar",
+    "eagle3", "longspec", "eagle", "small-lm", "prompt-lookup", "self", "triforce", "ar",
 )  # fmt: skip
 # Without a method, the first of these that accepts the user's options and is worthwhile on the target is used.
 DEFAULT_METHODS = ("self", "longspec", "prompt-lookup")
@@ -115,15 +115,6 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
         training=_training("Eagle3Config", "eagle3:train_eagle3", "Train an EAGLE-3 draft"),
     ),
     Kind(
-        "heads",
-        _drafter("heads:HeadsDrafter"),
-        "a few trained heads predict the next tokens from one hidden state of the model, at next to no cost",
-        f"{_TOKENSWIFT}; Cai et al. 2024, Medusa, arXiv:2401.10774",
-        load=_drafter("heads:HeadsDraft.load"),
-        training=_training("HeadsConfig", "heads:train_heads", "Train chained heads (TokenSwift)"),
-        in_checkpoint=LazyImport("longdraft.drafts.tokenswift_heads:has_heads"),
-    ),
-    Kind(
         "longspec",
         _drafter("longspec:LongSpecDrafter"),
         "a trained one-block draft that reads the model's own KV cache, at the same cost for any context",
@@ -139,14 +130,6 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
         load=_drafter("mtp:MtpDraft.load"),
         training=_training("MtpConfig", "mtp:train_mtp", "Train an MTP layer"),
         in_checkpoint=LazyImport("longdraft.drafts.mtp_formats:has_mtp_layer"),
-    ),
-    Kind(
-        "onepass",
-        _drafter("eagle3:Eagle3Drafter"),
-        "a trained one-layer draft that proposes all levels of a tree in one forward",
-        f"{_PEAGLE}; {_DSPARK}",
-        load=_drafter("onepass:OnePassDraft.load"),
-        training=_training("OnePassConfig", "eagle3:train_onepass", "Train a one-pass draft"),
     ),
     Kind(
         "peagle",
@@ -177,12 +160,14 @@ _BUILT_IN: tuple[Method | Kind, ...] = (
         _SPECEXTEND,
         draft_kind="eagle3",
     ),
-    Method(
+    Kind(
         "tokenswift",
         _drafter("tokenswift:tokenswift"),
         "heads after a forward of the model on a part of its KV cache, and phrases of the output",
         _TOKENSWIFT,
-        draft_kind="heads",
+        load=_drafter("heads:HeadsDraft.load"),
+        training=_training("HeadsConfig", "heads:train_heads", "Train TokenSwift's heads"),
+        in_checkpoint=LazyImport("longdraft.drafts.tokenswift_heads:has_heads"),
     ),
     Method(
         "triforce",

@@ -14,6 +14,6 @@ def float32_weights(monkeypatch):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """EAGLE-3 and one-pass drafts read 7 rows of a text at a time."""
+    """EAGLE-3 drafts read 7 rows of a text at a time."""
     for module in (eagle3, block_drafter):
         monkeypatch.setattr(module, "KV_CHUNK", 7)

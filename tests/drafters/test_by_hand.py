@@ -14,20 +14,16 @@ from tests.drafters.by_hand import Decoding
 from tests.drafters.test_definitions import target
 from tests.support import definitions as said
 from tests.support.definitions import weights_of
-from tests.support.drafts import random_draft, random_eagle3, random_onepass
+from tests.support.drafts import random_draft, random_eagle3
 from tests.support.events import prefill_event, query_event, rewrite_event
 from tests.support.forwards import forward
 from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.usefixtures("float32_weights")
-MAKE = {"eagle3": random_eagle3, "onepass": random_onepass, "longspec": random_draft}
-TREES = {
-    "eagle3": {"tree": "dynamic", "depth": 2, "top_k": 3}, "onepass": {"tree": "dynamic", "depth": 3, "top_k": 3},
-    "longspec": {"widths": (2, 3)},
-}  # fmt: skip
+MAKE = {"eagle3": random_eagle3, "longspec": random_draft}
+TREES = {"eagle3": {"tree": "dynamic", "depth": 2, "top_k": 3}, "longspec": {"widths": (2, 3)}}
 RETRIEVAL = {"retrieval": True, "chunk": 2, "chunks": 4, "every": 2, "sink": 2, "recent": 4}
 TEXT = [i % 11 for i in range(0, 50, 2)]
-WINDOWED = [(kind, window) for kind in ("eagle3", "onepass") for window in (None, 8)]
 
 
 def decoding(
@@ -39,17 +35,16 @@ def decoding(
     if kind == "longspec":
         exact, weights = copy.deepcopy(model).double(), weights_of(folder, torch.float64)
         return Decoding(spec, text, prompt, lambda *rows: said.longspec(exact, weights, 8, None, *rows))
-    define, window = getattr(said, kind), None if options else settings.get("window")
-    return Decoding(spec, text, prompt, lambda *seen: define(model, spec.draft(), window, *seen))
+    window = None if options else settings.get("window")
+    return Decoding(spec, text, prompt, lambda *seen: said.eagle3(model, spec.draft(), window, *seen))
 
 
-@pytest.fixture(params=[*WINDOWED, ("eagle3", "covering")], ids=str)
+@pytest.fixture(params=[None, 8, "covering"], ids=str)
 def there(request, tmp_path) -> Decoding:
     """One with retrieval too, whose working cache always holds the whole text."""
-    kind, window = request.param
-    if window == "covering":
-        return decoding(tmp_path, kind, options=RETRIEVAL | {"chunks": 30}, head_dim=16)
-    return decoding(tmp_path, kind, window=window, head_dim=16)
+    if request.param == "covering":
+        return decoding(tmp_path, "eagle3", options=RETRIEVAL | {"chunks": 30}, head_dim=16)
+    return decoding(tmp_path, "eagle3", window=request.param, head_dim=16)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -167,8 +162,7 @@ def test_prefill_reads_the_last_window_alone(tmp_path):
     [
         ("eagle3", {"widths": (2,) * 8}), ("eagle3", {"depth": 8}), ("eagle3", {"window": 3, "depth": 3}),
         ("eagle3", {"tree": "beam", "depth": 3}), ("eagle3", {"tree": "dynamic", "widths": (2,)}),
-        ("onepass", {"widths": (2,) * 5}), ("onepass", {"depth": 5}), ("onepass", {"depth": 5, "tree": "opt"}),
-        ("onepass", {"window": 3, "depth": 3}), ("longspec", {"widths": (2,) * 8}),
+        ("longspec", {"widths": (2,) * 8}),
     ],
     ids=str,
 )  # fmt: skip

@@ -27,7 +27,8 @@ from longdraft.views import draft_cache
 from tests.support import definitions as said
 from tests.support import published, torch_kernels
 from tests.support.definitions import MASK, assert_matches_definition, drafted_rounds, weights_of
-from tests.support.drafts import random_draft, random_eagle3, random_heads, random_onepass, small_lm
+from tests.support.drafts import random_draft, random_eagle3, random_heads, small_lm
+from tests.support.methods import HEADS_ALONE
 from tests.support.mtp_models import SPARSE, mtp_definition, save_with_mtp
 from tests.support.published import LAYER
 from tests.support.recurrent_models import some_prompt
@@ -74,15 +75,6 @@ def from_speculators(window: int | None = None, **settings: Any) -> Row:
         lambda folder, model: published.eagle3(folder, model, **settings),
         lambda model, spec, folder: said.eagle3(model, spec.draft(), window),
         ids=settings.get("kept"), depth=3,
-    )  # fmt: skip
-
-
-def onepass(options: dict[str, Any], vocab: int = 11, **settings: Any) -> Row:
-    deepest = None if "tree" in options else len(options.get("widths", ())) or options.get("depth", settings["slots"])
-    return Row(
-        lambda folder, model: random_onepass(folder, model, **settings),
-        lambda model, spec, folder: said.onepass(model, spec.draft(), settings.get("window"), NUM_CANDIDATES),
-        options, {"vocab": vocab}, settings.get("kept"), depth=deepest,
     )  # fmt: skip
 
 
@@ -195,17 +187,6 @@ ROWS = {
     "speculators YaRN": from_speculators(layer=llama(
         rope_theta=500.0, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     )),
-    "onepass": onepass({"depth": 4, "top_k": 3, "nodes": 12}, slots=4),
-    "onepass whole heads": onepass({"widths": (3, 4, 4)}, heads=4, kv_heads=4, slots=3, head_dim=16),
-    "onepass window, biases": onepass(
-        {"depth": 4, "top_k": 3}, window=8, slots=4, norm_before_residual=True, attention_bias=True
-    ),
-    "onepass slots": onepass({"widths": (2, 3, 3)}, heads=4, kv_heads=1, window=9, slots=7, head_dim=16),
-    "onepass kept": onepass({"depth": 3, "top_k": 2}, kept=KEPT, slots=4, head_dim=16),
-    "onepass one slot": onepass({"top_k": 4}, slots=1),
-    "onepass opt": onepass({"tree": "opt", "threshold": 0.05}, slots=6, head_dim=16),
-    "onepass chain": onepass({"tree": "chain"}, slots=4),
-    "onepass likely": onepass({"depth": 3, "top_k": 3, "nodes": 12}, vocab=61, slots=4, head_dim=16),
     "longspec": longspec(),
     "longspec norm": longspec("qwen3", 4, 4, final_norm=True),
     "longspec one head": longspec("llama", 4, 1, final_norm=True),
@@ -259,7 +240,8 @@ ROWS = {
     "peagle, the target's head": peagle({"own_head": False}),
     "peagle in a window": peagle(slots=8, window=9),
     "heads": Row(
-        random_heads, lambda model, spec, folder: said.heads(model, weights_of(folder)), {"widths": (3, 3, 3)},
+        random_heads, lambda model, spec, folder: said.heads(model, weights_of(folder)),
+        {"widths": (3, 3, 3), **HEADS_ALONE},
         {"layers": 3, "dtype": torch.float64}, near=1e-4, depth=3,
     ),
     **{
@@ -329,7 +311,7 @@ def test_rounds_on_other_instruction_sets(tmp_path, monkeypatch, name, level):
     test_rounds_are_those_of_the_definition(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", ["longspec", "eagle3 window", "onepass slots"])
+@pytest.mark.parametrize("name", ["longspec", "eagle3 window", "peagle"])
 def test_rounds_on_a_gpus_attention(tmp_path, monkeypatch, name):
     """All sequences of a batch in one call; stand-ins for its kernels. Windows move after a few tokens."""
     for module in (draft_cache, block_drafter):
@@ -383,12 +365,12 @@ def test_a_further_layer_past_what_it_was_trained_for_gets_a_window(tmp_path):
 def test_heads_that_lie_in_their_models_folder(tmp_path):
     folder = published.with_heads(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    says = said.heads(model, weights_of(folder), published=True)
-    compare(Speculator("heads", target=model, widths=(3, 2, 2)), says, near=1e-4)
+    says, options = said.heads(model, weights_of(folder), published=True), {"widths": (3, 2, 2), **HEADS_ALONE}
+    compare(Speculator("tokenswift", target=model, **options), says, near=1e-4)
     # And saved as a folder of ours they are the same.
-    Speculator(folder, target=model).draft().save(tmp_path / "heads")
-    rounds, found = drafted_rounds(Speculator(tmp_path / "heads", target=model, widths=(3, 2, 2)), PROMPTS)
-    again, results = drafted_rounds(Speculator(folder, target=model, widths=(3, 2, 2)), PROMPTS)
+    Speculator(folder, target=model).draft().save(tmp_path / "ours")
+    rounds, found = drafted_rounds(Speculator(tmp_path / "ours", target=model, **options), PROMPTS)
+    again, results = drafted_rounds(Speculator(folder, target=model, **options), PROMPTS)
     assert rounds == again and [r.accepted for r in found] == [r.accepted for r in results]
 
 
@@ -407,25 +389,24 @@ def test_a_window_is_the_same_as_positions_moved_back(tmp_path, caplog):
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("window", [None, 10])
-@pytest.mark.parametrize("kind", ["eagle3", "onepass"])
-def test_long_prompts_are_read_in_chunks(tmp_path, kind, window):
-    model, make = target(), {"eagle3": random_eagle3, "onepass": random_onepass}[kind]
-    spec = Speculator(make(tmp_path / "draft", model, window=window), target=model, depth=2, top_k=2)
-    compare(spec, getattr(said, kind)(model, spec.draft(), window), [PROMPTS[2]])
+def test_long_prompts_are_read_in_chunks(tmp_path, window):
+    model = target()
+    spec = Speculator(random_eagle3(tmp_path / "draft", model, window=window), target=model, depth=2, top_k=2)
+    compare(spec, said.eagle3(model, spec.draft(), window), [PROMPTS[2]])
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels here")
 def test_rounded_weights_say_nearly_the_same(tmp_path, monkeypatch):
     """The kernels hold a draft's weights in eight bits."""
     monkeypatch.undo()
-    folder = random_onepass(tmp_path / "draft", target(), head_dim=16)
+    folder = random_eagle3(tmp_path / "draft", target(), head_dim=16)
     spec = Speculator(folder, target=target(), plan="fixed", **NARROW)
-    compare(spec, said.onepass(target(), spec.draft(), None, NUM_CANDIDATES), near=0.4)
+    compare(spec, said.eagle3(target(), spec.draft()), near=0.4)
 
 
 def test_a_tree_wider_than_there_are_candidates(tmp_path):
     model = target(vocab=61)
-    spec = Speculator(random_onepass(tmp_path / "draft", model), target=model, widths=(2, 60, 9))
+    spec = Speculator(published.small_peagle(tmp_path / "draft", model), target=model, widths=(2, 60, 9))
     tree = drafted_rounds(spec, PROMPTS[:1], 6)[0][0][1]
     assert [sum(depth == k for depth in tree.depths) for k in (1, 2, 3)] == [2, 2 * NUM_CANDIDATES, 9]
 

@@ -33,7 +33,7 @@ def linear_layers(spec: Speculator) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("method", ["longspec", "eagle3", slow("heads"), slow("onepass"), slow("eagle")])
+@pytest.mark.parametrize("method", ["longspec", "eagle3", slow("tokenswift"), slow("eagle")])
 def test_drafts_of_a_quantised_target_have_eight_bits(method, head, tmp_path, simulated_gpu):
     specs = SpeculatorsByMethod(tmp_path, torch.float32)
     model = specs.model

@@ -33,7 +33,6 @@ from tests.support.drafts import (
     random_heads,
     random_lm,
     random_mtp,
-    random_onepass,
     save_model,
 )
 from tests.support.mtp_models import save_with_mtp
@@ -42,8 +41,8 @@ from tests.support.tiny import tiny_model
 
 Make = Callable[[Path, Any], Path]
 OURS: dict[str, Make] = {
-    "longspec": random_draft, "eagle3": random_eagle3, "onepass": random_onepass, "small-lm": random_lm,
-    "heads": random_heads,
+    "longspec": random_draft, "eagle3": random_eagle3, "small-lm": random_lm,
+    "tokenswift": random_heads,
 }  # fmt: skip
 THEIRS: dict[str, Make] = {
     **{f"published {name}": lambda folder, model, name=name: published.write(folder, name) for name in LAYOUTS},
@@ -177,12 +176,8 @@ BOTH = [
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     "longspec": [({"heads": "drop"}, "heads"), ({"heads": "six"}, "heads"), ({"window": 0}, "window"), NO_TABLE],
     "eagle3": BOTH,
-    "onepass": [
-        *BOTH, ({"slots": "drop"}, "slots"), ({"rank": "drop"}, "rank"), ({"slots": 0}, "slots"),
-        ({"slots": 6}, "slot_embedding"), ({"rank": 5}, "bigram_in"), ({"longdraft_format": "drop"}, ""),
-    ],
     "small-lm": [({"model": "drop"}, "model"), ({"trained_length": 0}, "trained_length"), NO_TABLE],
-    "heads": [
+    "tokenswift": [
         ({"heads": -3}, "heads"), ({"heads": 2}, "heads.2"), ({"heads": 4}, "heads.3"),
         ({"hidden_size": 0}, "hidden_size"), ({"hidden_size": 40}, ""), ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         NO_TABLE,
@@ -271,11 +266,11 @@ def test_heads_of_which_one_is_incomplete_or_whose_target_nobody_says(tmp_path):
     (file,) = folder.glob("*.safetensors")
     save_file({n: t for n, t in load_file(file).items() if "1.post_layernorm" not in n}, file)
     with pytest.raises(CheckpointError, match=r"norms\.1"):
-        Speculator("heads", target=tiny_model(), draft=folder)
+        Speculator("tokenswift", target=tiny_model(), draft=folder)
     ours = edit(random_heads(tmp_path / "heads", target()), target={})
-    Speculator("heads", target=target(), draft=ours)
+    Speculator("tokenswift", target=target(), draft=ours)
     with pytest.raises(CheckpointError, match="hidden_size"):
-        Speculator("heads", target=target(hidden=96), draft=ours)
+        Speculator("tokenswift", target=target(hidden=96), draft=ours)
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,12 @@ def test_the_default_method_drafts_chains(model, plan):
 
 CHAINS = {
     "prompt-lookup": Case("prompt-lookup", None, {"min_n": 1}), "longspec": Case("longspec", "longspec"),
-    "small-lm": Case("small-lm", "small-lm", {"lookup": True}), "heads": Case("heads", "heads"),
+    "small-lm": Case("small-lm", "small-lm", {"lookup": True}), "tokenswift": Case("tokenswift", "tokenswift"),
 }  # fmt: skip
 # Of each method, options that shape its trees.
 SHAPES: dict[str, dict[str, Any]] = {
     "prompt-lookup": {"branches": 4}, "longspec": {"tree": "beam", "widths": (3, 2)}, "small-lm": {"tree": "opt"},
-    "heads": {"tree": "static"},
+    "tokenswift": {"tree": "static"},
 }  # fmt: skip
 
 

@@ -53,9 +53,10 @@ def cases(folder: Path) -> dict[str, Callable[[PreTrainedModel], Any]]:
     }
 
 
-SHARED = ("ar", "prompt-lookup", "longspec", "eagle3", "eagle", "heads", "onepass", "small-lm")
+SHARED = ("ar", "prompt-lookup", "longspec", "eagle3", "eagle", "small-lm")
 METHODS = {name: TABLE[name].with_default_tree() for name in SHARED} | {
     "longspec with lookups": Case("longspec", "longspec kept", {"lookup": True}), "quantspec": Case("quantspec"),
+    "tokenswift without a view": Case("tokenswift", "tokenswift", {"view": "none"}),
 }  # fmt: skip
 REFUSED = {name: TABLE[name] for name in (
     "self", "magicdec", "triforce", "tokenswift", "specextend", "specextend-eagle3"

@@ -16,7 +16,6 @@ from transformers import LogitsProcessor
 
 from longdraft import Request, Sampling, Speculator
 from tests.support import chi_square
-from tests.support.drafts import random_onepass
 from tests.support.methods import METHODS, generate, target, tokens
 
 SIZE, NEW, BATCH = 4, 3, 500
@@ -81,14 +80,6 @@ def test_another_distribution_is_rejected():
     """The chi-square test detects it in complete outputs."""
     spec = Speculator("prompt-lookup", target=target(**SMALL), min_n=1)
     assert p_value(spec, "plain", 1000, min_accepted=200, processors=(HalfGreedy(),)) < 1e-6
-
-
-def test_a_one_pass_drafts_text_has_the_targets_distribution(tmp_path):
-    model = target(**SMALL)
-    draft = random_onepass(tmp_path, model, layers=(0,), feature_size=model.config.hidden_size)
-    assert (
-        p_value(Speculator("onepass", target=model, draft=draft, widths=(2, 2)), "plain", 1000, min_accepted=200) > 0.01
-    )
 
 
 @pytest.mark.usefixtures("small_sizes")

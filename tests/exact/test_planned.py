@@ -18,7 +18,7 @@ TABLES = {
     "dear": {1: 1e-9, 2: 1.0},
 }
 # With trees that nobody asked for.
-LOOKUPS = ("longspec lookup earlier", "eagle3 lookup", "small-lm lookup", "heads opt", "tokenswift no view")
+LOOKUPS = ("longspec lookup earlier", "eagle3 lookup", "small-lm lookup", "tokenswift heads opt", "tokenswift no view")
 PLANNED = {name: CASES[name].with_default_tree() for name in (*METHODS, *LOOKUPS) if name != "ar"}
 SITUATIONS = (("free", GREEDY), ("some", DRAWN), ("dear", GREEDY), ("some", GREEDY), ("free", DRAWN))
 

@@ -182,9 +182,10 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("small-lm", {"draft": "lm", **VIEW, "recent": 256, "chunks": None}, "sink"),
     ("small-lm", {"draft": "lm", "view": "streaming", "sink": 4, "recent": 12, "depth": 500}, "depth"),
     # heads, and the views of their states
-    ("heads", {"draft": "heads", "heads": 4}, "3"), ("heads", {"draft": "heads", "widths": (3, 3, 3, 1)}, "levels"),
-    ("heads", {"draft": "heads", "heads": 1, "widths": (3, 3)}, "1"), ("heads", {"draft": "heads", "depth": 4}, "3"),
-    ("heads", {"draft": "heads", "depth": 2, "tree": "static"}, "widths"),
+    ("tokenswift", {"draft": "heads", "heads": 4}, "3"), ("tokenswift", {"draft": "heads", "depth": 5}, "4"),
+    ("tokenswift", {"draft": "heads", "view": "none", "widths": (3, 3, 3, 1)}, "levels"),
+    ("tokenswift", {"draft": "heads", "view": "none", "heads": 1, "widths": (3, 3)}, "1"),
+    ("tokenswift", {"draft": "heads", "depth": 2, "tree": "static"}, "widths"),
     ("tokenswift", {"draft": "heads", "budget": 40}, "budget"),
     ("tokenswift", {"draft": "heads", "view": "none", "budget": 64, "refresh": 4}, "refresh"),
     ("tokenswift", {"draft": "heads", "view": "all", "budget": 64}, "budget"),

@@ -187,7 +187,6 @@ FORMATS: dict[str, Format] = {
             path, target(), eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
         )
     ),
-    "onepass": _draft(lambda path: drafts.random_onepass(path, target())),
     "heads": _draft(lambda path: drafts.random_heads(path, target())),
     "lm": _draft(lambda path: drafts.random_lm(path, target())),
     "small-lm": _draft(lambda path: drafts.small_lm(path, vocab=61)),
@@ -205,7 +204,7 @@ FORMATS: dict[str, Format] = {
     ),
     "dflash.gguf": _gguf_draft(lambda path: small_dflash(path, target())),
     "peagle": _draft(lambda path: small_peagle(path, target())),
-    "tokenswift": Format(with_heads, _FOLDER, lambda path: _as_draft(path, "heads"), plain),
+    "tokenswift": Format(with_heads, _FOLDER, lambda path: _as_draft(path, "tokenswift"), plain),
     "small-lm.gguf": Format(
         lambda path: write_gguf(path, vocab=61, tokens=[]),
         {"": _OF_GGUF},

@@ -50,7 +50,6 @@ GOLDEN = {
     "suffix": Golden(1.0, {"earlier": 1000}),
     "longspec": Golden(1.43, {}, {"widths": (4, 4, 4), "nodes": 8}),
     "eagle3": Golden(1.72, {}, {"depth": 4, "top_k": 4, "nodes": 8}),
-    "onepass": Golden(1.5, {}, {"depth": 4, "top_k": 4, "nodes": 8}),
     "small-lm": Golden(1.68, {}, {"depth": 3, "top_k": 3, "nodes": 8}),
     "specextend": Golden(1.78, RETRIEVAL, {"depth": 3, "nodes": 8}),
     "specextend-eagle3": Golden(1.63, RETRIEVAL, {"depth": 3, "nodes": 8}),
@@ -58,7 +57,6 @@ GOLDEN = {
     "quantspec": Golden(3.26, {}, {"depth": 3}),
     "magicdec": Golden(2.09, VIEW, {"depth": 3}),
     "triforce": Golden(2.35, {"streamed": 64, **CHUNKS}, {"depth": 3}),
-    "heads": Golden(1.07, {}, {"widths": (2, 1, 1)}),
     "tokenswift": Golden(1.68, {"sink": 8, **VIEW}, {"widths": (2, 1, 1)}),
     "specpv": Golden(1.3, {"drafter": "longspec", **PARTIAL}, {"widths": (2, 2, 1)}),
 }
@@ -66,7 +64,7 @@ GOLDEN = {
 AVAILABLE = [m for m in longdraft.methods() if m["available"]]
 EXACT = {m["name"] for m in AVAILABLE if m["exact"]}
 # Every shipped draft with its own method, and one that drafts without.
-QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "onepass", "small-lm", "heads")
+QUICK = ("ar", "prompt-lookup", "longspec", "eagle3", "small-lm", "tokenswift")
 
 
 class Decoder:

@@ -45,8 +45,8 @@ FLAT = {"depth": 2, "top_k": 4}
 OWN_VIEW = {"view": "streaming", "budget": 12, "sink": 2, "window": 2}
 COUNTED = {
     "prompt-lookup": {"min_n": 1}, "longspec": {"widths": (4, 2)}, "eagle3": FLAT, "eagle": FLAT, "mtp": FLAT,
-    "onepass": {"depth": 3, "top_k": 3}, "small-lm": {"depth": 3, "nodes": 8}, "specextend": {"depth": 2, "nodes": 8},
-    "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW}, "heads": {"nodes": 8},
+    "small-lm": {"depth": 3, "nodes": 8}, "specextend": {"depth": 2, "nodes": 8},
+    "specextend-eagle3": {"depth": 2, "nodes": 8}, "self": {"depth": 2, **OWN_VIEW},
     "magicdec": {"depth": 2}, "tokenswift": {"reuse_n": 2, **OWN_VIEW}, "triforce": {},
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from longdraft import PromptCache, Request, Result, Sampling, Speculator
 from longdraft.errors import UnsupportedModelError
 from tests.native.levels import needs_kernels
-from tests.support.drafts import random_eagle3, random_heads, random_onepass
+from tests.support.drafts import random_eagle3, random_heads
 from tests.support.recurrent_models import KINDS, recurrent_model, some_prompt
 from tests.support.slow_marks import rotate_pairs, slow, slow_except
 from tests.support.tiny import generate_tokens, tiny_tokenizer
@@ -71,13 +71,12 @@ def test_methods_write_the_plain_text(family, method):
 
 
 @in_bits
-@pytest.mark.parametrize("kind", ["eagle3", "onepass", "heads", "small-lm"])
+@pytest.mark.parametrize("kind", ["eagle3", "tokenswift", "small-lm"])
 def test_trained_drafts_draft_for_it(kind, tmp_path):
     model = recurrent_model()
     drafts = {
         "eagle3": lambda: random_eagle3(tmp_path, model, layers=(0, 1, 3)),
-        "onepass": lambda: random_onepass(tmp_path, model, layers=(0, 1, 3), head_dim=16),
-        "heads": lambda: random_heads(tmp_path, model),
+        "tokenswift": lambda: random_heads(tmp_path, model),
         "small-lm": lambda: as_draft(tmp_path, model),  # which has recurrent layers too
     }
     plain = Speculator("ar", target=model).generate(PROMPTS, max_new_tokens=NEW)

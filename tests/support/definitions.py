@@ -304,33 +304,6 @@ def slot_mask(rows: int, ahead: int, window: int | None = None) -> torch.Tensor:
     return (at <= at[:, None]) & (anchors[:, None] - at < (window or rows))
 
 
-def onepass(model: Any, draft: Any, window: int | None = None, candidates: int = 10**6) -> DraftLogprobs:
-    """``onepass``: learned slots after the root, and a bigram over the top tokens."""
-    w = {n: t.float() for n, t in draft.weights.items()}
-    ids = None if draft.draft_to_target_ids is None else draft.draft_to_target_ids.tolist()
-
-    @torch.no_grad()
-    def rows_of(text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = draft.shape.slots
-        g = torch.cat(features(model, text), -1) @ w["fc.weight"].T
-        x = model.get_input_embeddings()(torch.tensor(text[1:]))
-        x, g = torch.cat([x, x[-1] + w["slot_embedding"]]), torch.cat([g, g[-1] + w["slot_state"]])
-        mask = slot_mask(len(x), slots - 1, window)
-        out = fused_layers(
-            w, "midlayer.", x, g, draft.shape.head_dim, torch.arange(len(x)), mask, draft.rope["rope_theta"],
-            before_residual=draft.shape.norm_before_residual,
-        )  # fmt: skip
-        logits = rms(out[-slots:], w["norm.weight"]) @ w["lm_head.weight"].T
-        return logits, logits
-
-    def bigram(path: list[int], rows: torch.Tensor) -> Any:
-        if ids is not None and path[-1] not in ids:
-            return 0.0
-        return w["bigram_out.weight"] @ w["bigram_in.weight"][path[-1] if ids is None else ids.index(path[-1])]
-
-    return parallel_draft(rows_of, bigram, candidates)
-
-
 def peagle(
     model: Any, w: Weights, slots: int, norm_before_fc: bool = False, window: int | None = None
 ) -> DraftLogprobs:

@@ -16,7 +16,6 @@ from longdraft.drafters.eagle import EagleBlock
 from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
-from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import draft_folder, small_llama
 from longdraft.drafts.draft_folder import DraftFolder
 from longdraft.drafts.eagle_formats import Eagle3Shape, EagleShape
@@ -143,27 +142,6 @@ def random_mtp(folder: Path, model: PreTrainedModel, seed: int = 0) -> Path:
     return folder
 
 
-def random_onepass(
-    folder: Path,
-    model: PreTrainedModel,
-    *,
-    slots: int = 4,
-    rank: int = 6,
-    layers: tuple[int, ...] = (1, 2, 4),
-    window: int | None = None,
-    kept: list[int] | None = None,
-    seed: int = 0,
-    **over: Any,
-) -> Path:
-    """A one-pass draft folder for this target; arguments as in :func:`random_eagle3`."""
-    plain = random_eagle3_block(model, kept, seed, **over)
-    block = OnePassBlock(OnePassShape(**asdict(plain.shape), slots=slots, rank=rank))
-    generator = torch.Generator().manual_seed(seed + 1)
-    own = {n: 0.5 * torch.randn(t.shape, generator=generator) for n, t in block.state_dict().items()}
-    block.load_state_dict(own | dict(plain.state_dict()))
-    return _written(folder, "onepass", model, block, kept, feature_layers=list(layers), window=window, **ROPE)
-
-
 def published_eagle3(folder: Path, model: PreTrainedModel, kept: list[int] | None = None, **over: Any) -> Path:
     """A random EAGLE-3 draft in its authors' layout; of a target of 8 layers it reads 1, 3 and 4.
 
@@ -231,7 +209,7 @@ def random_heads(
     """
     shape = describe_target(model)
     block = fill_random(HeadsBlock(HeadsShape(shape["hidden_size"], heads, model.config.rms_norm_eps)), seed)
-    return _written(folder, "heads", model, block, kept, trained_length=64)
+    return _written(folder, "tokenswift", model, block, kept, trained_length=64)
 
 
 def random_lm(folder: Path, model: PreTrainedModel, *, kept: list[int] | None = None, length: int = 64) -> Path:

@@ -21,7 +21,6 @@ from tests.support.drafts import (
     random_eagle3,
     random_heads,
     random_mtp,
-    random_onepass,
     save_model,
     small_lm,
 )
@@ -40,6 +39,7 @@ PARTIAL = {"budget": 8, "sink": 4, "recent": 4, "block": 4, "margin": 6}
 SMALL_RETRIEVAL = {"view": "retrieval", "sink": 4, "recent": 8, "chunk": 4, "chunks": 4, "every": 2}
 TRIFORCE = {"chunk": 4, "sink": 4, **VIEW, "streamed": 30}
 OPT = {"tree": "opt", "nodes": 9, "threshold": 0.1}
+HEADS_ALONE = {"view": "none", "reuse": False}  # of TokenSwift
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Case:
 
     def with_default_tree(self) -> Case:
         """The case with the method's default tree, and with a draft whose window fits deeper trees."""
-        wide = {"longspec": "longspec wide", "eagle3 window": "eagle3", "onepass window": "onepass"}
+        wide = {"longspec": "longspec wide", "eagle3 window": "eagle3"}
         asked = ("widths", "depth", "top_k", "nodes", "tree", "threshold", "branches")
         options = {name: x for name, x in self.options.items() if name not in asked}
         return replace(self, draft=wide.get(self.draft or "", self.draft), options=options)
@@ -73,7 +73,6 @@ METHODS = {
     "longspec": Case("longspec", "longspec", {"widths": (3, 4, 4)}, cache_invariant=True),
     "eagle3": Case("eagle3", "eagle3 window", NARROW, cache_invariant=True),
     "eagle": Case("eagle", "eagle", NARROW, cache_invariant=True),
-    "onepass": Case("onepass", "onepass window", NARROW, cache_invariant=True),
     "mtp": Case("mtp", "mtp", {**NARROW, "window": 20}, cache_invariant=True),
     "peagle": Case("peagle", "peagle", {"depth": 4, "top_k": 3, "nodes": 8}, cache_invariant=True),
     "dflash": Case("dflash", "dflash", NARROW, cache_invariant=True),
@@ -83,8 +82,7 @@ METHODS = {
     "self": Case("self", None, SNAPKV),
     "magicdec": Case("magicdec", None, STREAMING),
     "triforce": Case("triforce", "small-lm", TRIFORCE),
-    "heads": Case("heads", "heads"),
-    "tokenswift": Case("tokenswift", "heads", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
+    "tokenswift": Case("tokenswift", "tokenswift", {"reuse_n": 2, "budget": 24, "sink": 4, "window": 8}),
 }
 
 # Options that change what is drafted. One drafter has all kinds of trees, the others those that they grow themselves.
@@ -114,10 +112,6 @@ VARIANTS = {
     "dflash2": Case("dflash", "dflash2", OPT | {"window": 9}),
     "dspark": Case("dflash", "dspark", {"top_k": 3, "nodes": 9}),
     "dspark retrieval": Case("dflash", "dspark", {"retrieval": True, **RETRIEVAL, **OPT}),
-    "onepass defaults": Case("onepass", "onepass"),
-    "onepass level": Case("onepass", "onepass window", {"depth": 1}),
-    "onepass smaller vocabulary": Case("onepass", "onepass kept", {"top_k": 2}),
-    "onepass opt": Case("onepass", "onepass", OPT),
     "small-lm lookup": Case("small-lm", "small-lm", {"widths": (2, 2), "lookup": True}),
     "small-lm streaming": Case(
         "small-lm", "small-lm", {"view": "streaming", "sink": 4, "recent": 12, "widths": (3, 4, 4)}
@@ -139,12 +133,13 @@ VARIANTS = {
     "quantspec": Case("quantspec"),
     "quantspec lookup": Case("quantspec", None, {"lookup": True, "view_dtype": "bfloat16", "widths": (3, 2)}),
     "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
-    "heads opt": Case("heads", "heads", {"tree": "opt", "nodes": 6}),
+    "tokenswift heads": Case("tokenswift", "tokenswift", HEADS_ALONE),
+    "tokenswift heads opt": Case("tokenswift", "tokenswift", {**HEADS_ALONE, "tree": "opt", "nodes": 6}),
     "tokenswift int8": Case(
-        "tokenswift", "heads", {"reuse_n": 2, "view_dtype": "int8", "view": "tokens", "sink": 2, **VIEW}
+        "tokenswift", "tokenswift", {"reuse_n": 2, "view_dtype": "int8", "view": "tokens", "sink": 2, **VIEW}
     ),
-    "tokenswift no view": Case("tokenswift", "heads", {"reuse_n": 2, "view": "none"}),
-    "tokenswift lookup": Case("tokenswift", "heads kept", {"lookup": True}),
+    "tokenswift no view": Case("tokenswift", "tokenswift", {"reuse_n": 2, "view": "none"}),
+    "tokenswift lookup": Case("tokenswift", "tokenswift kept", {"lookup": True}),
 }  # fmt: skip
 CASES = METHODS | VARIANTS
 FEW = [1, 2, 3, 4, 7]  # a smaller draft vocabulary
@@ -159,9 +154,6 @@ DRAFTS = {
     "eagle3 layers": lambda folder, model: random_eagle3(
         folder, model, layers=(0, 1, 2), window=9, decoder_layers=2, norm_output=True
     ),
-    "onepass": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2)),
-    "onepass window": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), window=7, head_dim=16),
-    "onepass kept": lambda folder, model: random_onepass(folder, model, layers=(0, 1, 2), kept=FEW, slots=7),
     "peagle": small_peagle,
     "peagle layers": lambda folder, model: small_peagle(folder, model, layers=2, kept=FEW),
     "dflash": small_dflash,
@@ -176,8 +168,8 @@ DRAFTS = {
         folder, model.config.vocab_size, context=max(512, model.config.max_position_embeddings)
     ),
     "target": save_model,
-    "heads": random_heads,
-    "heads kept": lambda folder, model: random_heads(folder, model, kept=[0, 2, 3, 5, 7]),
+    "tokenswift": random_heads,
+    "tokenswift kept": lambda folder, model: random_heads(folder, model, kept=[0, 2, 3, 5, 7]),
     "mtp": random_mtp,
 }  # fmt: skip
 

@@ -30,11 +30,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "longspec": {"window": 12, "intermediate_size": 64},
     "eagle3": _EAGLE3,
     "eagle": {"intermediate_size": 64, "lr": 3e-3},
-    "onepass": _EAGLE3 | {"rank": 8},
     "mtp": {"lr": 3e-3},
     "dflash": {"layers": 2, "block_size": 4, "feature_layers": (0, 2), "intermediate_size": 64},
     "lm": {"layers": 2, "intermediate_size": 64},
-    "heads": {"lr": 2e-3},
+    "tokenswift": {"lr": 2e-3},
 }
 
 

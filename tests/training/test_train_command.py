@@ -59,7 +59,7 @@ def test_from_text_to_a_draft_that_generates(shell, target, text, tmp_path):
 
 def test_what_a_run_says(shell, target, text, tmp_path):
     out = tmp_path / "run"
-    trained = shell("heads", *FAST, "epochs=0.5", f"data={text}", f"target={target}", f"out={out}", "--json")
+    trained = shell("tokenswift", *FAST, "epochs=0.5", f"data={text}", f"target={target}", f"out={out}", "--json")
     assert trained.code == 0, trained.err
     assert f"longdraft generate --model {target} --draft {out / 'best'}" in " ".join(trained.err.split())
     for word in ("documents", "loss", "agreement", "tokens/s", "simulated acceptance"):

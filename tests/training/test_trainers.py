@@ -24,7 +24,7 @@ from longdraft.training.simulated_acceptance import simulate
 from tests.support.slow_marks import rotate_pairs
 from tests.support.tiny import FAMILIES, tiny_model
 from tests.training.helpers import same
-from tests.training.trainers import KINDS, READS, STEPS, make_trainer, predictions
+from tests.training.trainers import KINDS, READS, make_trainer, predictions
 
 KEPT = torch.arange(0, 61, 2)
 SHIFTS = [2, 1, 3, 5, 4, 1]
@@ -53,13 +53,11 @@ def features(runner):
     ("kind", "over"),
     [
         *((kind, {}) for kind in KINDS),
-        *((kind, {"kept": KEPT, "distill": 0.6}) for kind in ("longspec", "heads", "lm")),
+        *((kind, {"kept": KEPT, "distill": 0.6}) for kind in ("longspec", "tokenswift", "lm")),
         ("eagle3", {"window": 6, "distill": 1.0}),
         ("eagle3", {"norm_output": True, "distill": 0.6}),
         ("eagle3", {"kept": KEPT, "distill": 0.6, "before": True, "rope": make_rope_parameters(1000.0, 8.0, 16)}),
         ("eagle3", {"kept": KEPT, "window": 6, "distill": 0.6, "rope": make_rope_parameters(1000.0, 8.0, 16)}),
-        ("onepass", {"window": 6, "distill": 1.0}),
-        ("onepass", {"kept": KEPT, "window": 6, "distill": 0.6, "before": True}),
     ],
 )
 def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
@@ -75,7 +73,7 @@ def test_a_step_learns_what_drafting_predicts(runner, features, kind, over):
             if token >= 0:
                 wanted[token] += 1 - trainer.distill
             weight = getattr(trainer, "decay", 1.0) ** (depth - 1)
-            if kind in ("eagle3", "onepass") and trainer.target_to_draft[said[at - 1].argmax()] < 0:
+            if kind == "eagle3" and trainer.target_to_draft[said[at - 1].argmax()] < 0:
                 weight = 0.0
             loss = loss - weight * (wanted * logits.log_softmax(-1)).sum()
             ranks.append(len(logits) if token < 0 else int((logits > logits[token]).sum()))
@@ -172,7 +170,7 @@ def test_a_pack_is_its_documents_one_by_one(runner, features, kind):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "heads"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tokenswift"])
 def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, kind):
     found, kept = [], []
     for recompute in (False, True):
@@ -193,10 +191,10 @@ def test_layers_computed_again_keep_less_and_learn_the_same(runner, features, ki
     assert kept[1] < 0.6 * kept[0]
 
 
-@pytest.mark.parametrize(("kind", "window"), rotate_pairs(["longspec", "eagle3", "onepass"], [9, None]))
+@pytest.mark.parametrize(("kind", "window"), rotate_pairs(["longspec", "eagle3"], [9, None]))
 def test_simulated_acceptance_is_a_chain_decoded_by_the_engine(kind, window, tmp_path):
     """On text that the target wrote, with a draft that was trained until it is sometimes right."""
-    model, levels, prompt = tiny_model(context=512), STEPS if kind == "onepass" else EVAL_DEPTH, 12
+    model, levels, prompt = tiny_model(context=512), EVAL_DEPTH, 12
     g = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 61, (3, prompt), generator=g).tolist()
     answers = Speculator("ar", target=model).generate(prompts, max_new_tokens=40)

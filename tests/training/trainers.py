@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from longdraft.drafters.eagle3 import Eagle3Block
 from longdraft.drafters.heads import HeadsBlock, HeadsShape
 from longdraft.drafters.longspec import LongSpecBlock, LongSpecShape
 from longdraft.drafters.mtp import MtpBlock
-from longdraft.drafters.onepass import OnePassBlock, OnePassShape
 from longdraft.drafts import small_llama
 from longdraft.drafts.dflash_formats import DFlashShape
 from longdraft.drafts.eagle_formats import Eagle3Shape
@@ -21,7 +19,7 @@ from longdraft.model.rope import RotaryEmbedding, make_rope_parameters
 from longdraft.model.runner import TargetRunner
 from longdraft.training.config import DFlashConfig, Eagle3Config, HeadsConfig, MtpConfig, RunConfig
 from longdraft.training.dflash import DFlashTrainer
-from longdraft.training.eagle3 import Eagle3Trainer, OnePassTrainer
+from longdraft.training.eagle3 import Eagle3Trainer
 from longdraft.training.features import Features
 from longdraft.training.heads import HeadsTrainer
 from longdraft.training.lm import LmTrainer
@@ -30,15 +28,14 @@ from longdraft.training.mtp import MtpTrainer
 from longdraft.training.trainer import DraftTrainer
 from tests.training.helpers import masked_attention
 
-KINDS = ("longspec", "eagle3", "mtp", "dflash", "onepass", "heads", "lm")
+KINDS = ("longspec", "eagle3", "mtp", "dflash", "tokenswift", "lm")
 # What each kind reads of the target: hidden states of layers, the last layer's KV, nothing.
 READS = {
     "longspec": (),
     "eagle3": (0, 1, 2),
     "mtp": (2,),
     "dflash": (0, 2),
-    "onepass": (0, 1, 2),
-    "heads": (2,),
+    "tokenswift": (2,),
     "lm": None,
 }
 WINDOW, STEPS, DECAY = 7, 4, 0.7
@@ -55,9 +52,8 @@ def filled(block: nn.Module) -> nn.Module:
 
 
 def random_block(
-    kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, slots: int = STEPS,
-    norm_output: bool = False,
-):  # fmt: skip
+    kind: str, runner: TargetRunner, vocabulary: int = 61, before: bool = False, norm_output: bool = False
+):
     """A module for the tiny target; EAGLE-3's has head counts of its own. ``before``: a norm before its fc."""
     eps = runner.shared_parts.rms_norm_eps
     eagle3 = Eagle3Shape(48, 64, 4, 2, 8, 48 * 3, vocabulary, eps, before, True, norm_output=norm_output)
@@ -67,14 +63,12 @@ def random_block(
         return filled(LongSpecBlock(shape))
     if kind == "eagle3":
         return filled(Eagle3Block(eagle3))
-    if kind == "onepass":
-        return filled(OnePassBlock(OnePassShape(**asdict(eagle3), slots=slots, rank=5)))
     if kind == "dflash":
         shape = DFlashShape(48, 64, 4, 2, 8, 96, vocabulary, 2, STEPS + 1, 1, rms_norm_eps=eps, own_mask=True)
         return filled(DFlashBlock(shape, runner.vocab_size, [False, True], [None, 6]))
     if kind == "mtp":
         return filled(MtpBlock(runner, has_experts=False).to_empty(device="cpu"))
-    if kind == "heads":
+    if kind == "tokenswift":
         return filled(HeadsBlock(HeadsShape(48, 3, eps)))
     return filled(small_llama.build_decoder(small_llama.small_llama_config(runner, 2, 64, 1e4, 64)))
 
@@ -90,10 +84,9 @@ def make_trainer(
 ) -> DraftTrainer:
     module = random_block(kind, runner, 61 if kept is None else len(kept), **block)
     common = {"distill": distill, "precision": "no"}
-    if kind in ("eagle3", "onepass"):
-        trainer_class = Eagle3Trainer if kind == "eagle3" else OnePassTrainer
+    if kind == "eagle3":
         config = Eagle3Config(**common, ttt=STEPS, decay=DECAY)
-        return trainer_class(
+        return Eagle3Trainer(
             module, runner.shared_parts, RotaryEmbedding(8, rope or make_rope_parameters(1000.0)), kept, config, window
         )
     if kind == "dflash":
@@ -102,7 +95,7 @@ def make_trainer(
     if kind == "mtp":
         config = MtpConfig(**common, ttt=STEPS, decay=DECAY)
         return MtpTrainer(module, runner.shared_parts, runner.shared_parts.rotary, kept, config, window)
-    if kind == "heads":
+    if kind == "tokenswift":
         return HeadsTrainer(module, runner.shared_parts, kept, HeadsConfig(**common, decay=DECAY))
     return {"longspec": LongSpecTrainer, "lm": LmTrainer}[kind](module, runner.shared_parts, kept, RunConfig(**common))
 
@@ -118,12 +111,12 @@ def predictions(
     elif kind == "lm":
         logits = _lm(trainer, document)
         yield from ((1, row + 1, logits[row]) for row in range(document.start - 1, length - 1))
-    elif kind == "heads":
+    elif kind == "tokenswift":
         for i, states in enumerate(trainer.block(document.hidden)):
             logits = states @ trainer.target_head.T
             yield from ((i + 1, row + 2 + i, logits[row]) for row in range(document.start - 1, length - 2 - i))
     else:
-        rows = {"eagle3": _eagle3, "mtp": _eagle3, "dflash": _dflash, "onepass": _onepass}[kind]
+        rows = {"eagle3": _eagle3, "mtp": _eagle3, "dflash": _dflash}[kind]
         roots = range(document.start - 1, length - 2)
         chains = [rows(trainer, document, root, min(STEPS - 1, length - 3 - root)) for root in roots]
         for i in range(STEPS):
@@ -177,34 +170,6 @@ def _eagle3(trainer: Eagle3Trainer, document: Features, root: int, depth: int) -
     if isinstance(trainer, MtpTrainer):  # whose outputs are normed
         return [(out @ trainer.target_head.T)[0] for out in outputs]
     return [block.logits(out)[0] for out in outputs]
-
-
-def _onepass(trainer: OnePassTrainer, document: Features, root: int, depth: int) -> list[torch.Tensor]:
-    """The same of a one-pass draft: rows after the root know the root alone, and see what it sees and each other.
-
-    The bigram knows the token before.
-    """
-    block, window = trainer.block, trainer.window
-    keys, values, logits = [], [], []
-    for row in range(0 if window is None else max(0, root + 1 - window), root + depth + 1):
-        own, k = min(row, root), max(0, row - root)
-        x, g = trainer.embed(document.token_ids[own + 1][None]), block.project_features(document.hidden[own][None])
-        if k:
-            x, g = x + block.slot_embedding[k - 1], g + block.slot_state[k - 1]
-
-        def attend(q, k, v):
-            keys.append(k)
-            values.append(v)
-            every = torch.cat(keys, 1), torch.cat(values, 1)
-            return masked_attention(q, *every, torch.ones(1, len(keys), dtype=torch.bool))
-
-        out = block(x, g, *_rotary_at(trainer, document, row), [attend])
-        if row >= root:
-            z = block.logits(out)[0]
-            if (before := int(trainer.target_to_draft[document.token_ids[row + 1]])) >= 0:
-                z = z + block.bigram_out.weight @ block.bigram_in.weight[before]
-            logits.append(z)
-    return logits
 
 
 def _dflash(trainer: DFlashTrainer, document: Features, root: int, depth: int) -> list[torch.Tensor]:

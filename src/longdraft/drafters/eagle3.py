@@ -138,7 +138,7 @@ class WindowOptions(Options):
 
 
 class Eagle3Drafter(BlockDrafter):
-    """Drafts trees with a draft that reads the target's hidden states: EAGLE, P-EAGLE, one-pass or DFlash.
+    """Drafts trees with a draft that reads the target's hidden states: EAGLE, P-EAGLE or DFlash.
 
     With retrieval, the draft attends only to the chunks of the context that the target attends to. Their KV is copied
     to a working cache, at positions 0, 1, 2, ...; the KV of the full context is stored apart (SpecExtend, section 2.2).

@@ -101,7 +101,7 @@ class HeadsBlock(nn.Module):
         return outputs
 
 
-KIND = "heads"
+KIND = "tokenswift"
 
 
 class BoundHeads(NamedTuple):
@@ -158,7 +158,7 @@ class HeadsDrafter(TreeDrafter):
     options = (HeadOptions, TreeOptions)
 
     def __init__(self, draft: HeadsDraft, _self_drafter: SelfDrafter | None = None, **options: Any) -> None:
-        head_options, tree_options = parse("heads", options, *self.options)
+        head_options, tree_options = parse("tokenswift", options, *self.options)
         num_heads = draft.shape.heads
         self.heads = head_options.heads or num_heads
         if self.heads > num_heads:

@@ -26,15 +26,15 @@ CONFIG = "config.json"
 D2T = "d2t"
 # Our name of a size -> the name in configurations of transformers, where they differ.
 HF_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size"}
-# Kinds of `speculators` that are variants of one of our kinds.
-KIND_ALIASES = {"dflash2": "dflash", "dspark": "dflash"}
+# Kinds of `speculators` that are variants of one of our kinds, and an earlier name of ours.
+KIND_ALIASES = {"dflash2": "dflash", "dspark": "dflash", "heads": "tokenswift"}
 # Kind -> pattern of a tensor name that only this kind has. Used if config.json looks like that of a plain Llama. If
 # several patterns match, the first one counts.
 KIND_BY_TENSOR = {
     "peagle": r"(.*\.)?mask_hidden",
     "dflash": r"(model\.)?hidden_norm\.weight",
     "eagle3": r".*(\.0|midlayer)\.hidden_norm\..*",
-    "heads": r".*\.medusa_layers\..*",
+    "tokenswift": r".*\.medusa_layers\..*",
     "longspec": r".*cross_attn.*",
     # EAGLE-1 and 2 also have fc before the decoder layer, but no hidden_norm.
     "eagle": r"(?!(.*\.)?mtp\.)(.*\.)?fc\.weight",

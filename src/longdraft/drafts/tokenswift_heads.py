@@ -41,7 +41,7 @@ def read(folder: Path | str) -> DraftFolder | None:
     }
     vocabulary = config.get("vocab_size")
     target = {"hidden_size": hidden_size} | ({"vocab_size": vocabulary} if vocabulary else {})
-    return DraftFolder("heads", draft_config, {names[name]: tensor for name, tensor in tensors.items()}, target)
+    return DraftFolder("tokenswift", draft_config, {names[name]: tensor for name, tensor in tensors.items()}, target)
 
 
 def _select_heads(names: Iterable[str]) -> dict[str, str]:

@@ -168,15 +168,6 @@ class DFlashConfig(RunConfig):
 
 
 @dataclass(frozen=True)
-class OnePassConfig(Eagle3Config):
-    """A run that trains a one-pass draft. ``init`` may be an EAGLE-3 draft or a one-pass draft."""
-
-    ttt: int = option(6, help="tokens drafted by one forward; a one-pass draft in init keeps its number of them", min=1)
-    rank: int = option(128, help="rank of the bigram matrix; a one-pass draft in init keeps its rank", min=1)
-    unused_settings = ("norm_output",)  # no step reads an output
-
-
-@dataclass(frozen=True)
 class LmConfig(RunConfig):
     """A run that distils a small language model. The draft has the target's head counts and head size."""
 

@@ -37,7 +37,7 @@ TARGET_HIDDEN_TENSORS, TARGET_MLP_TENSORS = 8, 3
 # Bytes of a logit: of the target, float32 and a copy; of the draft, the buffers of losses.py (bfloat16, 2 * float32).
 TARGET_LOGIT_BYTES, DRAFT_LOGIT_BYTES = 4 + 4, 2 + 4 + 4
 # Kinds whose features contain the target's argmax, an int32 for each token.
-KINDS_WITH_ARGMAX, ARGMAX_BYTES = ("eagle3", "onepass", "eagle"), 4
+KINDS_WITH_ARGMAX, ARGMAX_BYTES = ("eagle3", "eagle"), 4
 # Name -> (dense bfloat16 operations a second, bytes of memory), from the data sheets.
 GPUS = {
     "a100": (312e12, 80e9), "b200": (2250e12, 180e9), "h100": (989e12, 80e9), "h200": (989e12, 141e9),
@@ -152,8 +152,8 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
     kv = 2 * sizes.kv.kv_heads * sizes.kv.head_dim  # elements of a token's keys and values in one layer
     layer = h * (2 * q + kv) + 3 * h * sizes.mlp_size  # q and o, k and v; gate, up and down
     eagle3_layer = layer + h * (q + kv)  # the input of q, k and v is twice as large
-    names = "ttt", "layers", "rank", "heads", "block_size"
-    ttt, layers, rank, heads, block_size = (getattr(config, name, 0) for name in names)
+    names = "ttt", "layers", "heads", "block_size"
+    ttt, layers, heads, block_size = (getattr(config, name, 0) for name in names)
     feature_layers = getattr(config, "feature_layers", ())
     state_size = h * len(feature_layers or (1, 2, 3))  # EAGLE-3 reads three layers by default
     kinds = {
@@ -167,17 +167,13 @@ def _draft_costs(kind: str, config: Any, sizes: Sizes) -> DraftCosts:
             layers * layer, state_size, block_size, num_attentions=layers, input_weights=state_size * h
         ),
         "mtp": DraftCosts(layer, h, ttt, input_weights=2 * h * h),
-        # The bigram has a matrix (vocab, rank) for the previous token, and another one beside the head.
-        "onepass": DraftCosts(
-            eagle3_layer, state_size, ttt, input_weights=state_size * h + vocab * rank, head_weights=vocab * (h + rank)
-        ),
         "lm": DraftCosts(layers * layer, 0, num_attentions=layers),
-        "heads": DraftCosts(h * h, h, heads, num_attentions=0, num_copies=heads),
+        "tokenswift": DraftCosts(h * h, h, heads, num_attentions=0, num_copies=heads),
     }
     if kind not in kinds:
         raise ConfigError(f"--dry-run has no formula for {kind}: run it with max_steps=2 instead.")
     # Distillation needs the last layer's states, which some drafts read anyway.
-    has_last_state = kind in ("eagle", "heads", "mtp") or sizes.kv.layers - 1 in feature_layers
+    has_last_state = kind in ("eagle", "tokenswift", "mtp") or sizes.kv.layers - 1 in feature_layers
     extra = 0 if has_last_state or not config.distill else h
     return kinds[kind]._replace(feature_size=kinds[kind].feature_size + extra)
 

@@ -55,7 +55,7 @@ class EagleTrainer(Eagle3Trainer):
         noise = [torch.rand(n, hidden_size, generator=torch.Generator().manual_seed(seed)) for seed, n in documents]
         return features + self.feature_noise * (2 * torch.cat(noise) - 1).to(features.device)
 
-    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def states_and_head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return states, self.target_head
 
     def adjust_loss(self, batch: PackedBatch, states: torch.Tensor, result: StepOutput) -> StepOutput:

@@ -1,4 +1,4 @@
-"""Trains EAGLE-3 and one-pass drafts: the step with its loss (:class:`Eagle3Trainer`), and the runs.
+"""Trains EAGLE-3 drafts: the step with its loss (:class:`Eagle3Trainer`), and the run (:func:`train_eagle3`).
 
 EAGLE-3, section 3, training-time test. The block f has two inputs at position t: the embedding of token t + 1 and the
 target's features of token t. The output o(i, t) of step i predicts token t + 2. The rotary position is always t.
@@ -13,25 +13,19 @@ i reads norm(o(i - 1, t - 1)), so magnitudes do not drift over the steps.
 To adapt a draft to long text (SpecPV, appendix A), ``init`` names a draft that was trained on short text, in any layout
 that longdraft reads, and ``rope_factor`` stretches its positions with YaRN.
 
-A one-pass draft differs in steps i > 0. Position t has the anchor t - i. The block's inputs are the anchor's embedding
-and features, each plus a learned vector of step i. The query sees the keys of step 0 up to the anchor, and the keys of
-steps 1 .. i that have the same anchor. The bigram's input is the true previous token.
-
 Shapes: N labels, W tokens in the draft's vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from longdraft.drafters import onepass
 from longdraft.drafters.eagle3 import Eagle3Block, Eagle3Draft
-from longdraft.drafters.onepass import OnePassBlock, OnePassDraft, OnePassShape
 from longdraft.drafters.shared.draft_block import DraftBlock
 from longdraft.drafts.eagle_formats import KIND, Eagle3Shape
 from longdraft.drafts.formats import DEFAULT_ROPE_THETA, default_feature_layers, scale_rope
@@ -41,7 +35,7 @@ from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import SharedParts
 from longdraft.registry import kind_of
 from longdraft.training.attention import KVPair, attend
-from longdraft.training.config import EVAL_DEPTH, Eagle3Config, OnePassConfig, RunConfig
+from longdraft.training.config import EVAL_DEPTH, Eagle3Config, RunConfig
 from longdraft.training.features import Features, head_rows
 from longdraft.training.loop import Reports, TrainingLoop
 from longdraft.training.losses import scale_logits
@@ -68,8 +62,6 @@ class Eagle3Trainer(DraftTrainer):
     block: Any  # an Eagle3Block, or another block that a subclass trains
     label_shift = 2
     needs_target_argmax = True
-    window_slides = True
-    """True: in steps i > 0 the window ends at the query, as in drafting. False: it ends at the query's anchor."""
 
     def __init__(
         self, block: DraftBlock, parts: SharedParts, rotary: Callable[[torch.Tensor], CosSin],
@@ -123,10 +115,8 @@ class Eagle3Trainer(DraftTrainer):
         indices = torch.cat(labels_by_step)
         labels = self.make_labels(batch, indices)
         weights = (labels.target_argmax >= 0) * decays
-        spans = zip(documents, batch.spans, strict=True)
-        previous_ids = torch.cat([d.token_ids[span.label_start + 1 : -1] for d, span in spans]).to(device)
         states = torch.cat(outputs)
-        hidden, head = self.states_and_head(states, self.target_to_draft[previous_ids][indices])
+        hidden, head = self.states_and_head(states)
         return self.adjust_loss(batch, states, self.compute_loss(hidden, head, labels, depths, weights))
 
     def project_features(self, batch: PackedBatch, shifts: Sequence[int]) -> torch.Tensor:
@@ -152,12 +142,9 @@ class Eagle3Trainer(DraftTrainer):
         """
         return embeddings[indices], self.block.next_features(previous)
 
-    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns hidden states (N, size) and a head (W, size). The logits are ``hidden @ head.T``.
-
-        ``states``: (N, hidden size), the block's outputs. ``previous_ids``: (N,) draft ids of the tokens before the
-        predicted tokens; -1: not in the draft's vocabulary.
-        """
+    def states_and_head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns hidden states and a head (W, hidden size); the logits are ``hidden @ head.T``.
+        ``states``: (N, hidden size), the block's outputs."""
         return self.block.norm(states), self.block.lm_head.weight.to(self.matmul_dtype)
 
     def _step_attention(self, num_keys: list[int], num_queries: list[int], step_kv: list[list[KVPair]]) -> Attention:
@@ -185,92 +172,36 @@ class Eagle3Trainer(DraftTrainer):
 
     def _attend(self, q: torch.Tensor, step0_kv: KVPair, *later_kv: KVPair) -> torch.Tensor:
         """Computes the attention of one document's queries to the keys and values of step 0 and of later steps."""
-        num_queries, window = q.shape[1], self.window
+        num_queries = q.shape[1]
         if num_queries == 0:
             return q
-        if window is not None and not self.window_slides:
-            window += len(later_kv)
         if not later_kv:
-            return attend(q, *step0_kv, 0, window)
+            return attend(q, *step0_kv, 0, self.window)
         # An earlier step has more positions than this one. No query sees the last ones.
         keys, values = (torch.stack([pair[i][:, :num_queries] for pair in later_kv], 2) for i in (0, 1))
-        return attend(q, *step0_kv, len(later_kv), window, (keys, values))
-
-
-class OnePassTrainer(Eagle3Trainer):
-    """A training step of a one-pass block."""
-
-    block: OnePassBlock
-    window_slides = False
-
-    def forward(
-        self, documents: Sequence[Features], shifts: Sequence[int] = (), ttt_steps: int | None = None
-    ) -> StepOutput:
-        return super().forward(documents, shifts, min(ttt_steps or self.ttt_steps, self.block.shape.slots))
-
-    def step_inputs(
-        self, step: int, embeddings: torch.Tensor, features: torch.Tensor, indices: torch.Tensor, previous: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        anchors = indices - step
-        return self.block.mask_token_inputs(embeddings[anchors], features[anchors], slice(step - 1, step))
-
-    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # One product computes head and bigram, which are concatenated along the inner dimension.
-        head = torch.cat([self.block.lm_head.weight, self.block.bigram_out.weight], 1)
-        bigram = self.block.predecessor_weights(previous_ids)
-        hidden = self.block.norm(states)
-        return torch.cat([hidden, bigram.to(hidden.dtype)], 1), head.to(self.matmul_dtype)
+        return attend(q, *step0_kv, len(later_kv), self.window, (keys, values))
 
 
 def train_eagle3(config: Eagle3Config, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
     """Trains an EAGLE-3 draft (EAGLE-3, section 3; SpecPV, appendix A); see :mod:`longdraft.training.session`."""
-    return _train(config, KIND, Eagle3Trainer, lambda block: block, progress, stop)
-
-
-def train_onepass(config: OnePassConfig, progress: Progress = no_progress, stop: Stop = never_stop) -> Reports:
-    """Trains a one-pass draft; see :mod:`longdraft.training.session`."""
-    if config.init is not None and kind_of(config.init).name == onepass.KIND:
-        shape = OnePassDraft.load(config.init).shape
-        config = replace(config, ttt=shape.slots, rank=shape.rank)
-
-    def to_one_pass(block: Eagle3Block) -> Eagle3Block:
-        if isinstance(block, OnePassBlock):
-            return block
-        one_pass = OnePassBlock(OnePassShape(**asdict(block.shape), slots=config.ttt, rank=config.rank))
-        one_pass.initialize_masks_and_bigram(config.seed)
-        one_pass.load_state_dict(one_pass.state_dict() | block.state_dict())
-        return one_pass
-
-    return _train(config, onepass.KIND, OnePassTrainer, to_one_pass, progress, stop)
-
-
-def _train(
-    config: Eagle3Config, kind: str, trainer_class: type[Eagle3Trainer], convert: Callable[[Eagle3Block], Eagle3Block],
-    progress: Progress, stop: Stop,
-) -> Reports:  # fmt: skip
-    """Trains a draft with EAGLE-3's layer. ``convert`` makes the block to train from an EAGLE-3 block."""
     init: Eagle3Draft | None = None
     if config.init is not None:  # read before the target is loaded, to report a wrong folder at once
-        init_kind = kind_of(config.init)
-        if init_kind.name not in (KIND, kind):
-            raise CheckpointError(f"{config.init} holds a draft for {init_kind.name}, not for {kind}.")
-        loaded = init_kind.load(config.init)
-        assert isinstance(loaded, Eagle3Draft)
-        init = loaded
+        if (kind := kind_of(config.init).name) != KIND:
+            raise CheckpointError(f"{config.init} holds a draft for {kind}, not for {KIND}.")
+        init = Eagle3Draft.load(config.init)
     # A document needs a label for each step, in training and in measurements.
     session = TrainingSession(config, levels=max(config.ttt, EVAL_DEPTH), progress=progress, stop=stop)
     runner, window = session.runner, config.window
     rope = make_rope_parameters(float(runner.shared_parts.description.get("rope_theta") or DEFAULT_ROPE_THETA))
     if init is None:
-        eagle3_block, draft_to_target, layers = _new_block(config, session)
+        block, draft_to_target, layers = _new_block(config, session)
     else:
         layers = _init_feature_layers(config, init, runner)
-        eagle3_block, draft_to_target, rope = init.trainable_module(), init.draft_to_target_ids, init.rope
+        block, draft_to_target, rope = init.trainable_module(), init.draft_to_target_ids, init.rope
         window = window if "window" in config.fields_set else init.window
     rope, factor, inference_factor = _rope_settings(config, init, rope)
-    block = convert(eagle3_block)
     rotary = RotaryEmbedding(block.shape.head_dim, rope, device=runner.device)
-    trainer = trainer_class(block, runner.shared_parts, rotary, draft_to_target, config, window)
+    trainer = Eagle3Trainer(block, runner.shared_parts, rotary, draft_to_target, config, window)
     draft_config = asdict(block.shape) | {
         "feature_layers": list(layers),
         "draft_vocab_size": block.shape.vocabulary,
@@ -284,7 +215,7 @@ def _train(
     if factor is None and rope["rope_type"] != "default":  # RoPE scaling of a draft from elsewhere
         draft_config["rope_parameters"] = rope
     on_start = None if init is not None else partial(scale_to_features, block, len(layers))
-    yield from TrainingLoop(session, trainer, layers, kind, draft_config, levels=config.ttt, on_start=on_start).run()
+    yield from TrainingLoop(session, trainer, layers, KIND, draft_config, levels=config.ttt, on_start=on_start).run()
 
 
 def scale_to_features(block: Eagle3Block, num_layers: int, document: Features) -> None:

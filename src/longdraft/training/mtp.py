@@ -32,7 +32,7 @@ class MtpTrainer(Eagle3Trainer):
     block: MtpBlock
     needs_target_argmax = False
 
-    def states_and_head(self, states: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def states_and_head(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return states, self.target_head
 
 

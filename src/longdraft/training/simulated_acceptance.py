@@ -77,7 +77,7 @@ def rank_tokens(
     # A shift by all tokens would leave no label.
     for shift in range(1, min(levels + 1, ranks.shape[1])) if level_mode == "shift" else (1,):
         out = trainer([document], [shift], *([levels] if level_mode == "step" else []))
-        for depth in out.depths.unique().tolist():  # a one-pass draft may have fewer levels
+        for depth in out.depths.unique().tolist():
             level_ranks = out.ranks[out.depths == depth].cpu()
             ranks[depth - 1, ranks.shape[1] - len(level_ranks) :] = level_ranks  # of the last tokens
     ranks[:, ~document.loss_mask[1:]] = NO_RANK

@@ -28,7 +28,7 @@ class TreeOptions(Options):
     tree: str | None = option(
         choices=tuple(TREE_TYPES),
         help="the type of tree",
-        usual="beam (longspec), static (heads), chain (self), opt (with retrieval), else dynamic",
+        usual="beam (longspec), static (tokenswift), chain (self), opt (with retrieval), else dynamic",
     )
     widths: tuple[int, ...] | None = option(
         min=1,

@@ -194,7 +194,7 @@ def test_formats_that_are_not_read_are_named(project, tmp_path):
     published.save(tmp_path / "draft", config, {"0.linear.weight": torch.zeros(2, 2)})
     if "medusa" in project and "vLLM" not in project:  # published beside its model, as torch files of other names
         (tmp_path / "draft" / "model.safetensors").rename(tmp_path / "draft" / "medusa_lm_head.safetensors")
-    for method in ((), ("eagle3",), ("heads",)):
+    for method in ((), ("eagle3",), ("tokenswift",)):
         with pytest.raises(CheckpointError, match=name):
             Speculator(*method, draft=tmp_path / "draft", target=target())
     with pytest.raises(CheckpointError, match=r"drafts\.md"):
@@ -226,7 +226,9 @@ def test_parts_that_no_draft_of_ours_has_are_named(part, tmp_path):
 
 def test_heads_of_a_whole_model_are_read_though_its_settings_say_medusa(tmp_path):
     folder = edit(published.with_heads(tmp_path / "model"), medusa_num_heads=3)
-    (found,) = Speculator("heads", target=tiny_model(), draft=folder).generate([[7, 8, 9, 7, 8, 9]], max_new_tokens=12)
+    (found,) = Speculator("tokenswift", target=tiny_model(), draft=folder).generate(
+        [[7, 8, 9, 7, 8, 9]], max_new_tokens=12
+    )
     assert found.drafted > found.accepted
 
 

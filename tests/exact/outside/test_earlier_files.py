@@ -10,7 +10,7 @@ import pytest
 
 from longdraft import PromptCache, Speculator, load
 from longdraft.cli.main import main
-from tests.exact.outside.earlier.write import BENCH, KINDS, PROMPT
+from tests.exact.outside.earlier.write import BENCH, KINDS, OPTIONS, PROMPT
 
 COMMITS = sorted(path.parent for path in Path(__file__).with_name("earlier").glob("*/expected.json"))
 pytestmark = pytest.mark.parametrize("folder", COMMITS, ids=lambda path: path.name)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize("folder", COMMITS, ids=lambda path: path.na
 def test_a_draft_proposes_what_it_proposed(folder, kind):
     expected = json.loads((folder / "expected.json").read_text())
     model, tokenizer = load(folder / "target", device="cpu")
-    speculator = Speculator(target=model, draft=folder / kind, plan="fixed")
+    speculator = Speculator(target=model, draft=folder / kind, plan="fixed", **OPTIONS.get(kind, {}))
     result = speculator.generate([tokenizer.encode(PROMPT)], max_new_tokens=24)[0]
     assert [result.token_ids, result.rounds, result.drafted, result.accepted] == expected[kind]
     assert 0 < result.accepted < result.drafted

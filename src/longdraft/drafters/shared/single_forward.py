@@ -1,4 +1,4 @@
-"""Rounds of drafts that draft all levels of a tree in one forward: one-pass, P-EAGLE, DFlash and DSpark.
+"""Rounds of drafts that draft all levels of a tree in one forward: P-EAGLE, DFlash and DSpark.
 
 The forward gives the likeliest tokens of each level. A level's probabilities may then be corrected by the tokens of the
 path to each node. Shapes: B sequences, W nodes of a level for each sequence, M candidates of a level.
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from longdraft.drafters.shared.block_drafter import BlockDrafter
-from longdraft.drafters.shared.draft_batch import DraftBatch
 from longdraft.drafters.shared.draft_round import DraftRound
 from longdraft.engine.sequence import Sequence
 from longdraft.trees.level import TreeLevel
@@ -62,7 +61,7 @@ class SingleForwardRound(DraftRound):
 
     def logits_or_topk(self, level: TreeLevel, top_k: int) -> tuple[torch.Tensor, ...]:
         """Returns log-probabilities and draft ids of the ``top_k`` best children; ``top_k`` must not be 0."""
-        assert top_k, "a one-pass draft has no logits of all tokens"
+        assert top_k, "one forward for all levels gives no logits of all tokens"
         if level.depth == 0:
             self._drafter.forwards += 1
             logprobs, ids, correction_inputs = self.forward_all_levels(level, max(top_k, self.num_candidates))
@@ -78,20 +77,3 @@ class SingleForwardRound(DraftRound):
         total = torch.logaddexp(scores.logsumexp(-1, keepdim=True), topk.rest_logprob)
         best = scores.topk(min(top_k, scores.shape[-1]), dim=-1)
         return best.values - total, topk.ids.expand_as(scores).gather(2, best.indices)
-
-
-class MaskTokenRound(SingleForwardRound):
-    """Drafts the trees of one round with mask tokens, whose inputs come from the block's ``mask_token_inputs``."""
-
-    def forward_all_levels(self, level: TreeLevel, k: int) -> tuple[torch.Tensor, ...]:
-        """Runs the forward over new and mask tokens. ``_next_rotary``: the mask tokens' cos and sin, of root_inputs."""
-        bound, block, num_masks = self._bound, self._bound.block, self._depth - 1
-        batch, (tokens, cos, sin, features) = self.root_inputs(level)
-        x, g = bound.embedding(tokens), block.project_features(features)
-        masks = block.mask_token_inputs(x[:, -1:], g[:, -1:], slice(num_masks), bound.embedding)
-        x, g = (torch.cat(parts, 1) for parts in zip((x, g), masks, strict=True))
-        cos, sin = (torch.cat(parts, 1) for parts in zip((cos, sin), self._next_rotary, strict=True))
-        batch = DraftBatch.from_new_tokens(self._cache, batch.slots, batch.query_len, num_mask_tokens=num_masks)
-        _, *topk = self.forward(batch, (x, cos, sin, g), k)
-        logprobs, ids = (t.view(len(level.sequence_indices), batch.num_outputs, -1) for t in topk)
-        return logprobs, ids, ids

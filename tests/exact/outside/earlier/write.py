@@ -22,9 +22,10 @@ KINDS = {
     "longspec": ["window=16", "intermediate_size=32"],
     "eagle3": ["intermediate_size=32", "feature_layers=[0,1,2]"],
     "eagle": ["intermediate_size=32"],
-    "onepass": ["intermediate_size=32", "rank=4", "feature_layers=[0,1,2]"],
-    "heads": [],
+    "tokenswift": [],
 }
+# What drafts are asked with: TokenSwift's heads alone.
+OPTIONS = {"tokenswift": {"view": "none", "reuse": False}}
 PROMPT = "the river bends twice before the mill, and the road bends with the river. the mill stands. " * 2
 BENCH = [
     "bench", "--model", "target", "--data", "rows.jsonl", "-n", "8", "--methods", "ar,prompt-lookup", "--quick",
@@ -72,7 +73,8 @@ def write(folder: Path) -> None:
     model, tokenizer = load(target, device="cpu")
     prompt = tokenizer.encode(PROMPT)
     for kind in KINDS:
-        result = Speculator(target=model, draft=folder / kind, plan="fixed").generate([prompt], max_new_tokens=24)[0]
+        spec = Speculator(target=model, draft=folder / kind, plan="fixed", **OPTIONS.get(kind, {}))
+        result = spec.generate([prompt], max_new_tokens=24)[0]
         expected[kind] = [result.token_ids, result.rounds, result.drafted, result.accepted]
     speculator, cache = Speculator("ar", target=model), PromptCache()
     result = speculator.generate([prompt], max_new_tokens=8, cache=cache)[0]
