@@ -13,7 +13,9 @@
 
 namespace {
 
-constexpr int64_t MANY_ROWS = 32;              // above this many rows, codes are unpacked to memory first
+// Above this many rows, codes are unpacked to memory first. AVX2's 16 registers are too few for codes and the sums of 8 rows; with VNNI,
+// fewer rows were not measured.
+constexpr int64_t MANY_ROWS = LANES == 8 && DOT4_MAX_CODE < 255 ? 5 : 32;
 constexpr int64_t UNPACKED_BYTES = 384 << 10;  // memory for unpacked codes
 constexpr int64_t AMX_MIN_ROWS = 9;            // AMX is faster from this many rows on
 

@@ -53,6 +53,15 @@ template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, con
 #else
 constexpr int DOT4_MAX_CODE = 127;  // vpmaddubsw saturates for larger codes
 
+typedef std::int16_t svec __attribute__((vector_size(64)));
+
+static inline svec pair_products(ivec w, const std::int8_t *x4) {
+  std::int32_t x4_bits;
+  std::memcpy(&x4_bits, x4, sizeof x4_bits);
+  return (svec)_mm512_maddubs_epi16((__m512i)w, _mm512_set1_epi32(x4_bits));
+}
+static inline ivec sum_pairs(svec pairs) { return (ivec)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
+
 template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
   std::int32_t x4_bits;
   std::memcpy(&x4_bits, x4, sizeof x4_bits);

@@ -12,12 +12,16 @@
 //   load_quarters(rows, stride)   loads 16 bytes from each of LANES / 4 rows: 0, 4, 8 and 12 with AVX-512, 0 and 4 with AVX2, 0 with NEON
 //   dot4_accumulate(sum, w, x4)   in each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4
 //                                 (-127 to 127). Subtracts 128 from codes, by flipping their highest bit, if MAX_CODE > DOT4_MAX_CODE.
-// neon_dot.h has instead of dot4_accumulate (HAVE_DOT_COLUMNS):
+// Without VNNI, avx2.h and avx512.h have:
+//   pair_products(w, x4)          in each 16 bits, the sum of two of the four products of dot4_accumulate
+//   sum_pairs(pairs)              in each lane, the sum of its two numbers of 16 bits
+// neon_dot.h instead of dot4_accumulate, and pair_products.h (HAVE_DOT_COLUMNS):
 //   dot_columns(w, first, x, sums)  adds to sums (R) the dot products of COUNT columns of codes w(i), from `first` on, with R rows of a
 //                                 sub-block's activations
 //   ROW_RUN                       numbers of a row that lie side by side in these activations (matmul.h)
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -51,6 +55,8 @@ constexpr int LANES = sizeof(vec) / sizeof(float);
 
 #if defined(__ARM_FEATURE_DOTPROD)
 #include "neon_dot.h"
+#elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#include "pair_products.h"
 #else
 constexpr bool HAVE_DOT_COLUMNS = false;
 constexpr int ROW_RUN = SUB_BLOCK;

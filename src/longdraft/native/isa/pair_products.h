@@ -1,0 +1,25 @@
+// dot_columns() of isa.h by vpmaddubsw, for processors without VNNI: products are summed up in 16 bits, as many as fit, before they are widened.
+
+constexpr bool HAVE_DOT_COLUMNS = true;
+constexpr int ROW_RUN = SUB_BLOCK;
+
+template <int MAX_CODE, int R, int COUNT, typename W>
+ALWAYS_INLINE inline void dot_columns(const W &w, int first, const std::int8_t *x, ivec *sums) {
+  constexpr int COLUMNS = 32767 / (2 * 127 * MAX_CODE);  // a column adds two products of a code and an activation to 16 bits
+  svec pairs[R];
+  UNROLL for (int i = 0; i < COUNT; i++) {
+    const ivec codes = w(first + i);
+    UNROLL for (int r = 0; r < R; r++) {
+      const std::int8_t *x4 = x + r * SUB_BLOCK + 4 * (first + i);
+      // Without the empty assembly, GCC moves all additions behind all products, for which there are too few registers.
+      if constexpr (COLUMNS < 2) {
+        sums[r] = dot4_accumulate<MAX_CODE>(sums[r], codes, x4);
+        asm("" : "+x"(sums[r]));
+      } else {
+        pairs[r] = i % COLUMNS == 0 ? pair_products(codes, x4) : pairs[r] + pair_products(codes, x4);
+        asm("" : "+x"(pairs[r]));
+        if (i % COLUMNS == COLUMNS - 1 || i == COUNT - 1) sums[r] += sum_pairs(pairs[r]);
+      }
+    }
+  }
+}
