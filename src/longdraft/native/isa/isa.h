@@ -21,7 +21,6 @@
 //   ROW_RUN                       numbers of a row that lie side by side in these activations (matmul.h)
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 

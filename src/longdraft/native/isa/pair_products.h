@@ -14,10 +14,10 @@ ALWAYS_INLINE inline void dot_columns(const W &w, int first, const std::int8_t *
       // Without the empty assembly, GCC moves all additions behind all products, for which there are too few registers.
       if constexpr (COLUMNS < 2) {
         sums[r] = dot4_accumulate<MAX_CODE>(sums[r], codes, x4);
-        asm("" : "+x"(sums[r]));
+        asm("" : "+v"(sums[r]));
       } else {
         pairs[r] = i % COLUMNS == 0 ? pair_products(codes, x4) : pairs[r] + pair_products(codes, x4);
-        asm("" : "+x"(pairs[r]));
+        asm("" : "+v"(pairs[r]));
         if (i % COLUMNS == COLUMNS - 1 || i == COUNT - 1) sums[r] += sum_pairs(pairs[r]);
       }
     }
