@@ -50,11 +50,7 @@ constexpr int DOT4_MAX_CODE = 127;  // vpmaddubsw saturates for larger codes
 
 typedef std::int16_t svec __attribute__((vector_size(32)));
 
-static inline svec pair_products(ivec w, const std::int8_t *x4) {
-  std::int32_t x4_bits;
-  std::memcpy(&x4_bits, x4, sizeof x4_bits);
-  return (svec)_mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(x4_bits));
-}
+static inline svec pair_products(ivec w, ivec x) { return (svec)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
 static inline ivec sum_pairs(svec pairs) { return (ivec)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
 
 template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
@@ -66,6 +62,6 @@ template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, con
     b = _mm256_sign_epi8(b, a);
     a = _mm256_abs_epi8(a);
   }
-  return sum + (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+  return sum + sum_pairs(pair_products((ivec)a, (ivec)b));
 }
 #endif

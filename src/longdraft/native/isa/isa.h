@@ -13,7 +13,7 @@
 //   dot4_accumulate(sum, w, x4)   in each lane, adds to `sum` the dot product of 4 codes w (0 to MAX_CODE) with the 4 activations at x4
 //                                 (-127 to 127). Subtracts 128 from codes, by flipping their highest bit, if MAX_CODE > DOT4_MAX_CODE.
 // Without VNNI, avx2.h and avx512.h have:
-//   pair_products(w, x4)          in each 16 bits, the sum of two of the four products of dot4_accumulate
+//   pair_products(w, x)           in each 16 bits, the sum of two products of a code and an activation, the bytes of w and x
 //   sum_pairs(pairs)              in each lane, the sum of its two numbers of 16 bits
 // neon_dot.h instead of dot4_accumulate, and pair_products.h (HAVE_DOT_COLUMNS):
 //   dot_columns(w, first, x, sums)  adds to sums (R) the dot products of COUNT columns of codes w(i), from `first` on, with R rows of a

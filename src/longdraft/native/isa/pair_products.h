@@ -16,7 +16,10 @@ ALWAYS_INLINE inline void dot_columns(const W &w, int first, const std::int8_t *
         sums[r] = dot4_accumulate<MAX_CODE>(sums[r], codes, x4);
         asm("" : "+v"(sums[r]));
       } else {
-        pairs[r] = i % COLUMNS == 0 ? pair_products(codes, x4) : pairs[r] + pair_products(codes, x4);
+        std::int32_t x4_bits;
+        std::memcpy(&x4_bits, x4, sizeof x4_bits);
+        const svec products = pair_products(codes, ivec{} + x4_bits);
+        pairs[r] = i % COLUMNS == 0 ? products : pairs[r] + products;
         asm("" : "+v"(pairs[r]));
         if (i % COLUMNS == COLUMNS - 1 || i == COUNT - 1) sums[r] += sum_pairs(pairs[r]);
       }
