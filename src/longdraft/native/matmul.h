@@ -21,8 +21,9 @@ struct Int8Activations {
 
   // Factors of 32 numbers q. Scaled sums are multiplied by the mins of weights, negative sums by their zero points (quants.h).
   struct Block {
-    float scale, scaled_sum, scaled_half_sums[2];    // scale * sum(q), of all 32 and of each half
-    std::int32_t neg_sum, neg_half_sums[2], unused;  // -sum(q)
+    float scale, scaled_sum, scaled_half_sums[2];  // scale * sum(q), of all 32 and of each half
+    std::int32_t neg_sum, neg_half_sums[2];        // -sum(q)
+    std::int32_t packed_neg_half_sums;             // both in 16 bits
   };
 
   // Factors of 128 numbers, for AMX.

@@ -31,14 +31,29 @@ template <typename F> ALWAYS_INLINE inline ivec initial_sum(std::int32_t neg_sum
   return broadcast(neg_sum) * OFFSET;
 }
 
-// The type of the factor of a sub-block's dot product. In K-quants the factor is SubBlockScale's int_scale, as int32, or as float where sums
-// stay exact; in other formats it is the scale.
-template <typename F> using SumScale = std::conditional_t<F::INT32_SUMS, ivec, vec>;
+// True if dot_scaled_columns() multiplies products with the int_scale of SubBlockScale.
+template <typename F> constexpr bool SCALED_COLUMNS = HAVE_SCALED_COLUMNS && F::SHARES_ACT_SCALE && F::MAX_CODE <= DOT4_MAX_CODE;
 
-template <typename F, typename S> ALWAYS_INLINE inline SumScale<F> sum_scale(const S &scale) {
-  if constexpr (F::INT32_SUMS) return scale.int_scale;
-  if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1 && !F::INT32_SUMS) return to_float(scale.int_scale);
-  if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE == 1) return scale;
+// The type of the factors of a sub-block's dot products. In K-quants the factor is SubBlockScale's int_scale, as int32, twice as int16
+// (SCALED_COLUMNS), or as float where sums stay exact; in other formats it is the scale.
+template <typename F> using SumScale = std::conditional_t<F::INT32_SUMS || SCALED_COLUMNS<F>, ivec, vec>;
+
+// The number of these factors. With SCALED_COLUMNS, the last one is both scales times the zero point.
+template <typename F> constexpr int SUM_SCALES = F::SCALES_PER_SUB_BLOCK + (SCALED_COLUMNS<F> && F::ZERO_POINT > 0);
+
+template <typename F, typename S> ALWAYS_INLINE inline void sum_scales(const S *scale, SumScale<F> *to) {
+  UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
+    if constexpr (SCALED_COLUMNS<F>) {
+      to[s] = pack_halves(scale[s].int_scale, scale[s].int_scale);
+    } else if constexpr (F::INT32_SUMS) {
+      to[s] = scale[s].int_scale;
+    } else if constexpr (F::SHARES_ACT_SCALE) {
+      to[s] = to_float(scale[s].int_scale);
+    } else {
+      to[s] = scale[s];
+    }
+  }
+  if constexpr (SUM_SCALES<F> == 3) to[2] = pack_halves(scale[0].int_scale * F::ZERO_POINT, scale[1].int_scale * F::ZERO_POINT);
 }
 
 ALWAYS_INLINE inline vec block_scale(const SubBlockScale &scale) { return scale.d; }
@@ -56,6 +71,15 @@ ALWAYS_INLINE inline void mul_accumulate(const W &w, const SumScale<F> *sum_scal
                                          const std::int8_t *qs, const Int8Activations::Block *blocks, SumScale<F> *sums, vec *y) {
   constexpr int COLUMNS_PER_SCALE = COLUMNS_PER_SUB_BLOCK / F::SCALES_PER_SUB_BLOCK;
   UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
+    if constexpr (SCALED_COLUMNS<F>) {
+      dot_scaled_columns<F::MAX_CODE, R, COLUMNS_PER_SCALE>(w, s * COLUMNS_PER_SCALE, qs, sum_scales[s], sums);
+      if constexpr (F::HAS_MIN) UNROLL for (int r = 0; r < R; r++) y[r] = fmadd(broadcast(blocks[r].scaled_sum), min[0], y[r]);
+      if constexpr (F::ZERO_POINT > 0) {
+        static_assert(F::SCALES_PER_SUB_BLOCK == 2 && F::ZERO_POINT * F::ROW.int_scale < 1 << 15);
+        if (s == 1) UNROLL for (int r = 0; r < R; r++) sums[r] = dot_halves(sums[r], sum_scales[2], blocks[r].packed_neg_half_sums);
+      }
+      continue;
+    }
     ivec products[R];
     UNROLL for (int r = 0; r < R; r++) {
       products[r] = initial_sum<F>(F::SCALES_PER_SUB_BLOCK == 1 ? blocks[r].neg_sum : blocks[r].neg_half_sums[s]);
@@ -123,9 +147,9 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
           if (next % FAR_INTERVAL < 64) prefetch<2>(next + FAR_DISTANCE);
         }
       }
-      SumScale<F> sum_scales[F::SCALES_PER_SUB_BLOCK];
-      UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) sum_scales[s] = sum_scale<F>(scale[s]);
-      mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, sum_scales, block_scale(*scale), min,
+      SumScale<F> factors[SUM_SCALES<F>];
+      sum_scales<F>(scale, factors);
+      mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, factors, block_scale(*scale), min,
                            completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
     });
     qs += F::WEIGHTS * R;
@@ -139,7 +163,7 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
 template <typename F>
 struct UnpackedSubBlock {
   ivec w[COLUMNS_PER_SUB_BLOCK];
-  SumScale<F> sum_scales[F::SCALES_PER_SUB_BLOCK];
+  SumScale<F> sum_scales[SUM_SCALES<F>];
   vec d[F::SUB_BLOCKS_PER_ACT_SCALE > 1], min[F::HAS_MIN ? F::SCALES_PER_SUB_BLOCK : 0];
 };
 
@@ -148,10 +172,8 @@ template <typename F> void unpack_outputs(InterleavedRows in, int64_t n_in, Unpa
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
     F::unpack_block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
       UNROLL for (int i = 0; i < COLUMNS_PER_SUB_BLOCK; i++) to->w[i] = apply_codebook<F>(w(i));
-      UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
-        to->sum_scales[s] = sum_scale<F>(scale[s]);
-        if constexpr (F::HAS_MIN) to->min[s] = min[s];
-      }
+      sum_scales<F>(scale, to->sum_scales);
+      UNROLL for (int s = 0; F::HAS_MIN && s < F::SCALES_PER_SUB_BLOCK; s++) to->min[s] = min[s];
       if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) to->d[0] = scale[0].d;
       to++;
     });

@@ -76,7 +76,7 @@ void quantize_blocks(const float *x, const Int8Activations &out, int64_t first_b
     }
     const auto neg_first = -static_cast<std::int32_t>(first_half[b]), neg_second = -static_cast<std::int32_t>(second_half[b]);
     out.blocks[block_index(b)] = {scale, scale * (first_half[b] + second_half[b]), {scale * first_half[b], scale * second_half[b]},
-                                  neg_first + neg_second, {neg_first, neg_second}, 0};
+                                  neg_first + neg_second, {neg_first, neg_second}, pack_halves(neg_first, neg_second)};
   }
 }
 

@@ -81,6 +81,9 @@ struct QuantBlock {
 template <typename I> ALWAYS_INLINE inline I low_nibbles(I x) { return x & 0x0f0f0f0f; }
 template <typename I> ALWAYS_INLINE inline I high_nibbles(I x) { return x >> 4 & 0x0f0f0f0f; }
 
+// Returns two numbers of 16 bits in one of 32.
+template <typename I> ALWAYS_INLINE inline I pack_halves(I low, I high) { return (low & 0xffff) + high * 65536; }
+
 // Takes the bits of x where the mask is 1, and the bits of y elsewhere.
 template <typename I> ALWAYS_INLINE inline I blend_bits(I x, I y, std::int32_t mask) { return (x & mask) | (y & ~mask); }
 

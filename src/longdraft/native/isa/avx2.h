@@ -13,8 +13,9 @@ static inline ivec load_u8(const void *p) { return (ivec)_mm256_cvtepu8_epi32(lo
 static inline ivec load_i8(const void *p) { return (ivec)_mm256_cvtepi8_epi32(load_8_bytes(p)); }
 static inline ivec load_u16(const void *p) { return (ivec)_mm256_cvtepu16_epi32(load_16_bytes(p)); }
 static inline vec load_fp16(const void *p) { return (vec)_mm256_cvtph_ps(load_16_bytes(p)); }
-static inline void store_i8(std::int8_t *p, const ivec &x) {
-  for (int l = 0; l < 8; l++) p[l] = static_cast<std::int8_t>(x[l]);
+static inline void store_i8(std::int8_t *p, ivec x) {
+  const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packs_epi16(shorts, shorts));
 }
 
 ALWAYS_INLINE inline vec fp16_to_float(ivec x) {
@@ -51,7 +52,7 @@ constexpr int DOT4_MAX_CODE = 127;  // vpmaddubsw saturates for larger codes
 typedef std::int16_t svec __attribute__((vector_size(32)));
 
 static inline svec pair_products(ivec w, ivec x) { return (svec)_mm256_maddubs_epi16((__m256i)w, (__m256i)x); }
-static inline ivec sum_pairs(svec pairs) { return (ivec)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+static inline ivec sum_pairs(svec pairs, svec factors) { return (ivec)_mm256_madd_epi16((__m256i)pairs, (__m256i)factors); }
 
 template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
   std::int32_t x4_bits;
@@ -62,6 +63,6 @@ template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, con
     b = _mm256_sign_epi8(b, a);
     a = _mm256_abs_epi8(a);
   }
-  return sum + sum_pairs(pair_products((ivec)a, (ivec)b));
+  return sum + sum_pairs(pair_products((ivec)a, (ivec)b), svec{} + std::int16_t{1});
 }
 #endif

@@ -56,7 +56,7 @@ constexpr int DOT4_MAX_CODE = 127;  // vpmaddubsw saturates for larger codes
 typedef std::int16_t svec __attribute__((vector_size(64)));
 
 static inline svec pair_products(ivec w, ivec x) { return (svec)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
-static inline ivec sum_pairs(svec pairs) { return (ivec)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
+static inline ivec sum_pairs(svec pairs, svec factors) { return (ivec)_mm512_madd_epi16((__m512i)pairs, (__m512i)factors); }
 
 template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, const std::int8_t *x4) {
   std::int32_t x4_bits;
@@ -67,6 +67,6 @@ template <int MAX_CODE> static inline ivec dot4_accumulate(ivec sum, ivec w, con
     b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
     a = _mm512_abs_epi8(a);
   }
-  return sum + sum_pairs(pair_products((ivec)a, (ivec)b));
+  return sum + sum_pairs(pair_products((ivec)a, (ivec)b), svec{} + std::int16_t{1});
 }
 #endif

@@ -4,7 +4,7 @@
 //   fmadd(a, b, c)                a * b + c, rounded once
 //   load_u8, _i8, _u16, _fp16(p)  load LANES numbers and widen them to 32 bits. By intrinsics, because compilers would convert vectors of
 //                                 bytes element by element.
-//   store_i8(p, x)                stores the lowest byte of each lane
+//   store_i8(p, x)                stores LANES numbers that fit a byte
 //   fp16_to_float(x)              converts the float16 in the lower 16 bits of each lane to float32
 //   broadcast_fp16(bits)          broadcasts a float16, as float32
 //   lookup16(table, x)            looks up each byte of x (ivec or int32x8), at most 15, in a table of 16 bytes
@@ -14,10 +14,12 @@
 //                                 (-127 to 127). Subtracts 128 from codes, by flipping their highest bit, if MAX_CODE > DOT4_MAX_CODE.
 // Without VNNI, avx2.h and avx512.h have:
 //   pair_products(w, x)           in each 16 bits, the sum of two products of a code and an activation, the bytes of w and x
-//   sum_pairs(pairs)              in each lane, the sum of its two numbers of 16 bits
+//   sum_pairs(pairs, factors)     in each lane, the sum of two products of 16 bits and 16 bits
 // neon_dot.h instead of dot4_accumulate, and pair_products.h (HAVE_DOT_COLUMNS):
 //   dot_columns(w, first, x, sums)  adds to sums (R) the dot products of COUNT columns of codes w(i), from `first` on, with R rows of a
 //                                 sub-block's activations
+//   dot_scaled_columns(w, first, x, scales, sums)  as dot_columns(), times a scale, whose 16 bits are in both halves of a lane
+//   dot_halves(sum, a, b)         in each lane, adds to `sum` the dot product of the halves of a and of b, 16 bits each
 //   ROW_RUN                       numbers of a row that lie side by side in these activations (matmul.h)
 #pragma once
 
@@ -52,14 +54,23 @@ typedef byte uint8x32 __attribute__((vector_size(32)));
 
 constexpr int LANES = sizeof(vec) / sizeof(float);
 
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#include "pair_products.h"
+#else
+constexpr bool HAVE_SCALED_COLUMNS = false;
+
+// What code names that HAVE_SCALED_COLUMNS keeps from running.
+template <int MAX_CODE, int R, int COUNT, typename W>
+void dot_scaled_columns(const W &w, int first, const std::int8_t *x, ivec scales, ivec *sums);
+ivec dot_halves(ivec sum, ivec a, std::int32_t b);
+
 #if defined(__ARM_FEATURE_DOTPROD)
 #include "neon_dot.h"
-#elif defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
-#include "pair_products.h"
 #else
 constexpr bool HAVE_DOT_COLUMNS = false;
 constexpr int ROW_RUN = SUB_BLOCK;
 
 // What code names that HAVE_DOT_COLUMNS keeps from running.
 template <int MAX_CODE, int R, int COUNT, typename W> void dot_columns(const W &w, int first, const std::int8_t *x, ivec *sums);
+#endif
 #endif
