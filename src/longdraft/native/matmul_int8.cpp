@@ -15,7 +15,8 @@ namespace {
 
 // Above this many rows, codes are unpacked to memory first. AVX2's 16 registers are too few for codes and the sums of 8 rows; with VNNI,
 // fewer rows were not measured.
-constexpr int64_t MANY_ROWS = LANES == 8 && DOT4_MAX_CODE < 255 ? 5 : 32;
+constexpr int64_t MANY_ROWS = LANES == 8 && DOT4_MAX_CODE < 255 ? 8 : 32;
+constexpr int BUFFERED_ROWS = LANES == 8 && DOT4_MAX_CODE < 255 ? 5 : 32;
 constexpr int64_t UNPACKED_BYTES = 384 << 10;  // memory for unpacked codes
 constexpr int64_t AMX_MIN_ROWS = 9;            // AMX is faster from this many rows on
 
@@ -123,6 +124,38 @@ template <typename F> ALWAYS_INLINE inline bool completes_scale(int sub_block) {
   return sub_block % F::SUB_BLOCKS_PER_ACT_SCALE == F::SUB_BLOCKS_PER_ACT_SCALE - 1;
 }
 
+// A sub-block of LANES outputs, unpacked: the arguments of mul_accumulate().
+template <typename F>
+struct UnpackedSubBlock {
+  ivec w[COLUMNS_PER_SUB_BLOCK];
+  SumScale<F> sum_scales[SUM_SCALES<F>];
+  vec d[F::SUB_BLOCKS_PER_ACT_SCALE > 1], min[F::HAS_MIN ? F::SCALES_PER_SUB_BLOCK : 0];
+};
+
+// Unpacks LANES outputs, sub-block by sub-block in the order of F::emit_order.
+template <typename F> ALWAYS_INLINE inline void unpack_outputs(InterleavedRows in, int64_t n_in, UnpackedSubBlock<F> *to) {
+  for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
+    F::unpack_block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+      UNROLL for (int i = 0; i < COLUMNS_PER_SUB_BLOCK; i++) to->w[i] = apply_codebook<F>(w(i));
+      sum_scales<F>(scale, to->sum_scales);
+      UNROLL for (int s = 0; F::HAS_MIN && s < F::SCALES_PER_SUB_BLOCK; s++) to->min[s] = min[s];
+      if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) to->d[0] = scale[0].d;
+      to++;
+    });
+  }
+}
+
+// Multiplies R rows with the sub-blocks of a block of LANES outputs, as mul_accumulate().
+template <typename F, int R>
+ALWAYS_INLINE inline void multiply_block(const UnpackedSubBlock<F> *w, const std::int8_t *qs, const Int8Activations::Block *blocks,
+                                         SumScale<F> *sums, vec *y) {
+  for (int k = 0; k < F::WEIGHTS / SUB_BLOCK; k++, w++) {
+    const int sub_block = F::emit_order(k);
+    mul_accumulate<F, R>([&](int i) { return w->w[i]; }, w->sum_scales, F::SUB_BLOCKS_PER_ACT_SCALE > 1 ? w->d[0] : vec{}, w->min,
+                         completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
+  }
+}
+
 // Multiplies a group of R rows, from `row` on, with LANES outputs, and unpacks codes in registers. prefetch_next: true: also prefetches the
 // weights of the next outputs.
 template <typename F, int R>
@@ -138,46 +171,35 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
   const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
   const Int8Activations::Block *blocks = x.blocks + block_index;
   Address next = address_of(outputs.weights(m)) + LANES * m.w_stride, prefetch_end = next;
+  // A few cache lines at a time: many at once would delay the loads of this block.
+  const auto prefetch_bytes = [&](int64_t bytes) ALWAYS_INLINE {
+    if (!prefetch_next) return;
+    for (prefetch_end += bytes; next < prefetch_end; next += 64) {
+      prefetch<2>(next);
+      if (next % FAR_INTERVAL < 64) prefetch<2>(next + FAR_DISTANCE);
+    }
+  };
   for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
-    F::unpack_block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
-      // A few cache lines at a time: many at once would delay the loads of this block.
-      if (prefetch_next) {
-        for (prefetch_end += SUB_BLOCK_BYTES; next < prefetch_end; next += 64) {
-          prefetch<2>(next);
-          if (next % FAR_INTERVAL < 64) prefetch<2>(next + FAR_DISTANCE);
-        }
-      }
-      SumScale<F> factors[SUM_SCALES<F>];
-      sum_scales<F>(scale, factors);
-      mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, factors, block_scale(*scale), min,
-                           completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
-    });
+    if constexpr (R >= BUFFERED_ROWS) {
+      constexpr int N_SUB_BLOCKS = F::WEIGHTS / SUB_BLOCK;
+      UnpackedSubBlock<F> unpacked[N_SUB_BLOCKS];
+      prefetch_bytes(SUB_BLOCK_BYTES * N_SUB_BLOCKS);
+      unpack_outputs<F>(in, F::WEIGHTS, unpacked);
+      multiply_block<F, R>(unpacked, qs, blocks, sums, y);
+    } else {
+      F::unpack_block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
+        prefetch_bytes(SUB_BLOCK_BYTES);
+        SumScale<F> factors[SUM_SCALES<F>];
+        sum_scales<F>(scale, factors);
+        mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, factors, block_scale(*scale), min,
+                             completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
+      });
+    }
     qs += F::WEIGHTS * R;
     blocks += F::WEIGHTS / SUB_BLOCK * R;
   }
   const int64_t count = std::min(Int8Activations::ROW_GROUP, x.rows - row);
   for (int64_t r = 0; r < count; r++) outputs.write(m, row + r, y[r]);
-}
-
-// A sub-block of LANES outputs, unpacked: the arguments of mul_accumulate().
-template <typename F>
-struct UnpackedSubBlock {
-  ivec w[COLUMNS_PER_SUB_BLOCK];
-  SumScale<F> sum_scales[SUM_SCALES<F>];
-  vec d[F::SUB_BLOCKS_PER_ACT_SCALE > 1], min[F::HAS_MIN ? F::SCALES_PER_SUB_BLOCK : 0];
-};
-
-// Unpacks LANES outputs, sub-block by sub-block in the order of F::emit_order.
-template <typename F> void unpack_outputs(InterleavedRows in, int64_t n_in, UnpackedSubBlock<F> *to) {
-  for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
-    F::unpack_block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
-      UNROLL for (int i = 0; i < COLUMNS_PER_SUB_BLOCK; i++) to->w[i] = apply_codebook<F>(w(i));
-      sum_scales<F>(scale, to->sum_scales);
-      UNROLL for (int s = 0; F::HAS_MIN && s < F::SCALES_PER_SUB_BLOCK; s++) to->min[s] = min[s];
-      if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) to->d[0] = scale[0].d;
-      to++;
-    });
-  }
 }
 
 // Multiplies a group of R rows, from `row` on, with all sub-blocks of LANES outputs: y (R).
@@ -188,12 +210,8 @@ template <typename F, int R> void multiply(const UnpackedSubBlock<F> *w, const I
   const int64_t block_index = x.block_index(row, 0);
   const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
   const Int8Activations::Block *blocks = x.blocks + block_index;
-  for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, qs += F::WEIGHTS * R, blocks += N_SUB_BLOCKS * R) {
-    for (int k = 0; k < N_SUB_BLOCKS; k++, w++) {
-      const int sub_block = F::emit_order(k);
-      mul_accumulate<F, R>([&](int i) { return w->w[i]; }, w->sum_scales, F::SUB_BLOCKS_PER_ACT_SCALE > 1 ? w->d[0] : vec{}, w->min,
-                           completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, totals);
-    }
+  for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, qs += F::WEIGHTS * R, blocks += N_SUB_BLOCKS * R, w += N_SUB_BLOCKS) {
+    multiply_block<F, R>(w, qs, blocks, sums, totals);
   }
   UNROLL for (int r = 0; r < R; r++) y[r] = totals[r];
 }
