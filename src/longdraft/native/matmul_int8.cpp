@@ -13,10 +13,11 @@
 
 namespace {
 
-// Above this many rows, codes are unpacked to memory first. AVX2's 16 registers are too few for codes and the sums of 8 rows; with VNNI,
-// fewer rows were not measured.
-constexpr int64_t MANY_ROWS = LANES == 8 && DOT4_MAX_CODE < 255 ? 8 : 32;
-constexpr int BUFFERED_ROWS = LANES == 8 && DOT4_MAX_CODE < 255 ? 5 : 32;
+// AVX2's 16 registers are too few for codes and the sums of 8 rows. From BUFFERED_ROWS rows on, codes are unpacked to the L1 cache. With
+// VNNI, this was not measured.
+constexpr bool FEW_REGISTERS = LANES == 8 && DOT4_MAX_CODE < 255;
+constexpr int BUFFERED_ROWS = 6;
+constexpr int64_t MANY_ROWS = 32;  // above this many rows, all codes of some outputs are unpacked to memory first
 constexpr int64_t UNPACKED_BYTES = 384 << 10;  // memory for unpacked codes
 constexpr int64_t AMX_MIN_ROWS = 9;            // AMX is faster from this many rows on
 
@@ -156,39 +157,61 @@ ALWAYS_INLINE inline void multiply_block(const UnpackedSubBlock<F> *w, const std
   }
 }
 
+// Multiplies a group of R rows, from `row` on, with LANES outputs' blocks w of the inputs [first, first + inputs): adds to y (R).
+template <typename F, int R>
+void multiply(const UnpackedSubBlock<F> *w, const Int8Activations &x, int64_t row, int64_t first, int64_t inputs, vec *y) {
+  constexpr int N_SUB_BLOCKS = F::WEIGHTS / SUB_BLOCK;
+  vec totals[R];
+  SumScale<F> sums[R] = {};
+  UNROLL for (int r = 0; r < R; r++) totals[r] = y[r];
+  const int64_t block_index = x.block_index(row, first / SUB_BLOCK);
+  const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
+  const Int8Activations::Block *blocks = x.blocks + block_index;
+  for (int64_t i = 0; i < inputs; i += F::WEIGHTS, w += N_SUB_BLOCKS, qs += F::WEIGHTS * R, blocks += N_SUB_BLOCKS * R) {
+    multiply_block<F, R>(w, qs, blocks, sums, totals);
+  }
+  UNROLL for (int r = 0; r < R; r++) y[r] = totals[r];
+}
+
+// Prefetches the weights of the next outputs, while those at `outputs` are multiplied with a number of rows. Each FAR_INTERVAL bytes, a
+// second cache line is prefetched, FAR_DISTANCE bytes behind the first, which starts the hardware prefetcher earlier. For more than 2 rows,
+// fewer such lines, in the next page, were faster on an Intel Xeon.
+template <typename F, int ROWS>
+struct WeightPrefetch {
+  static constexpr int64_t FAR_DISTANCE = ROWS <= 2 ? 2048 : 4096, FAR_INTERVAL = ROWS <= 2 ? 64 : 512;
+  Address next, end = next;
+
+  WeightPrefetch(const OutputVector &outputs, const Matrix &m) : next(address_of(outputs.weights(m)) + LANES * m.w_stride) {}
+
+  // Prefetches as many bytes as `weights` weights of LANES outputs have. A few cache lines at a time: many would delay other loads.
+  ALWAYS_INLINE void advance(int64_t weights) {
+    for (end += F::BYTES * LANES * weights / F::WEIGHTS; next < end; next += 64) {
+      prefetch<2>(next);
+      if (next % FAR_INTERVAL < 64) prefetch<2>(next + FAR_DISTANCE);
+    }
+  }
+};
+
 // Multiplies a group of R rows, from `row` on, with LANES outputs, and unpacks codes in registers. prefetch_next: true: also prefetches the
 // weights of the next outputs.
 template <typename F, int R>
 void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, const OutputVector &outputs, InterleavedRows in,
                      bool prefetch_next) {
-  constexpr int64_t SUB_BLOCK_BYTES = F::BYTES * LANES * SUB_BLOCK / F::WEIGHTS;
-  // Each FAR_INTERVAL bytes, a second cache line is prefetched, FAR_DISTANCE bytes behind the first, which starts the hardware prefetcher
-  // earlier. For more than 2 rows, fewer such lines, in the next page, were faster on an Intel Xeon.
-  constexpr int64_t FAR_DISTANCE = R <= 2 ? 2048 : 4096, FAR_INTERVAL = R <= 2 ? 64 : 512;
   vec y[R] = {};
   SumScale<F> sums[R] = {};
   const int64_t block_index = x.block_index(row, 0);
   const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
   const Int8Activations::Block *blocks = x.blocks + block_index;
-  Address next = address_of(outputs.weights(m)) + LANES * m.w_stride, prefetch_end = next;
-  // A few cache lines at a time: many at once would delay the loads of this block.
-  const auto prefetch_bytes = [&](int64_t bytes) ALWAYS_INLINE {
-    if (!prefetch_next) return;
-    for (prefetch_end += bytes; next < prefetch_end; next += 64) {
-      prefetch<2>(next);
-      if (next % FAR_INTERVAL < 64) prefetch<2>(next + FAR_DISTANCE);
-    }
-  };
+  WeightPrefetch<F, R> prefetch(outputs, m);
   for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
-    if constexpr (R >= BUFFERED_ROWS) {
-      constexpr int N_SUB_BLOCKS = F::WEIGHTS / SUB_BLOCK;
-      UnpackedSubBlock<F> unpacked[N_SUB_BLOCKS];
-      prefetch_bytes(SUB_BLOCK_BYTES * N_SUB_BLOCKS);
+    if constexpr (FEW_REGISTERS && R >= BUFFERED_ROWS) {
+      UnpackedSubBlock<F> unpacked[F::WEIGHTS / SUB_BLOCK];
+      if (prefetch_next) prefetch.advance(F::WEIGHTS);
       unpack_outputs<F>(in, F::WEIGHTS, unpacked);
       multiply_block<F, R>(unpacked, qs, blocks, sums, y);
     } else {
       F::unpack_block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
-        prefetch_bytes(SUB_BLOCK_BYTES);
+        if (prefetch_next) prefetch.advance(SUB_BLOCK);
         SumScale<F> factors[SUM_SCALES<F>];
         sum_scales<F>(scale, factors);
         mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, factors, block_scale(*scale), min,
@@ -202,18 +225,19 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
   for (int64_t r = 0; r < count; r++) outputs.write(m, row + r, y[r]);
 }
 
-// Multiplies a group of R rows, from `row` on, with all sub-blocks of LANES outputs: y (R).
-template <typename F, int R> void multiply(const UnpackedSubBlock<F> *w, const Int8Activations &x, int64_t row, vec *y) {
-  constexpr int N_SUB_BLOCKS = F::WEIGHTS / SUB_BLOCK;
-  vec totals[R] = {};
-  SumScale<F> sums[R] = {};
-  const int64_t block_index = x.block_index(row, 0);
-  const std::int8_t *qs = x.qs + block_index * SUB_BLOCK;
-  const Int8Activations::Block *blocks = x.blocks + block_index;
-  for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, qs += F::WEIGHTS * R, blocks += N_SUB_BLOCKS * R, w += N_SUB_BLOCKS) {
-    multiply_block<F, R>(w, qs, blocks, sums, totals);
+// Multiplies up to MANY_ROWS rows with LANES outputs. Codes are unpacked to the L1 cache, those of a block at a time.
+template <typename F> void matmul_by_blocks(const Int8Activations &x, const Matrix &m, const OutputVector &outputs, InterleavedRows in) {
+  UnpackedSubBlock<F> unpacked[F::WEIGHTS / SUB_BLOCK];
+  vec y[MANY_ROWS] = {};
+  WeightPrefetch<F, MANY_ROWS> prefetch(outputs, m);
+  for (int64_t i = 0; i < x.n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
+    prefetch.advance(F::WEIGHTS);
+    unpack_outputs<F>(in, F::WEIGHTS, unpacked);
+    for (int64_t row = 0; row < x.rows; row += Int8Activations::ROW_GROUP) {
+      dispatch_rows(x.group_rows(row), [&](auto rows) { multiply<F, rows.value>(unpacked, x, row, i, F::WEIGHTS, y + row); });
+    }
   }
-  UNROLL for (int r = 0; r < R; r++) y[r] = totals[r];
+  for (int64_t r = 0; r < x.rows; r++) outputs.write(m, r, y[r]);
 }
 
 // Computes outputs for many rows: unpacks all codes of some outputs, then multiplies all rows with them.
@@ -232,8 +256,8 @@ template <typename F> void matmul_many_rows(const Int8Activations &x, const Matr
       const int64_t rows = std::min(Int8Activations::ROW_GROUP, x.rows - row);
       dispatch_rows(x.group_rows(row), [&](auto group_rows) {
         for (int64_t out = first, i = 0; out < end; out += LANES, i++) {
-          vec y[group_rows.value];
-          multiply<F, group_rows.value>(sub_blocks + i * per_vector, x, row, y);
+          vec y[group_rows.value] = {};
+          multiply<F, group_rows.value>(sub_blocks + i * per_vector, x, row, 0, x.n_in, y);
           const OutputVector outputs(m, out);
           for (int64_t r = 0; r < rows; r++) outputs.write(m, row + r, y[r]);
         }
@@ -353,11 +377,18 @@ template <typename F> void matmul_outputs(const Int8Activations &x, const Matrix
     if (x.tile_rows == 12) return matmul_amx<12, F>(x, m, from, to);
     if (x.tile_rows == 16) return matmul_amx<16, F>(x, m, from, to);
   }
-  if (x.rows > MANY_ROWS) return matmul_many_rows<F>(x, m, from, to);
+  const bool by_blocks = FEW_REGISTERS && x.rows > Int8Activations::ROW_GROUP;
+  if (x.rows > MANY_ROWS || (by_blocks && !F::SHARES_ACT_SCALE)) return matmul_many_rows<F>(x, m, from, to);
   static thread_local Scratch interleave_scratch;
   for (int64_t out = from; out < to; out += LANES) {
     const OutputVector outputs(m, out);
     const InterleavedRows in = outputs.interleaved_weights<F>(m, 0, x.n_in, interleave_scratch);
+    if constexpr (FEW_REGISTERS && F::SHARES_ACT_SCALE) {
+      if (by_blocks) {
+        matmul_by_blocks<F>(x, m, outputs, in);
+        continue;
+      }
+    }
     for (int64_t row = 0; row < x.rows; row += Int8Activations::ROW_GROUP) {
       dispatch_rows(x.group_rows(row), [&](auto group_rows) { matmul_few_rows<F, group_rows.value>(x, row, m, outputs, in, row == 0); });
     }
