@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,17 @@ def test_as_a_module():
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"longdraft {longdraft.__version__}\n")
     assert "longdraft.cli.main" in done.stderr and "longdraft.training" not in done.stderr
+
+
+def test_says_at_once_that_torch_is_imported(tmp_path):
+    """Here torch is a file that fails: the message comes before, and for commands that need torch alone."""
+    (tmp_path / "torch.py").write_text("raise ImportError('broken')")
+    paths = os.pathsep.join(filter(None, (str(tmp_path), *sys.path)))
+    for words, said in (("methods", ["Loading torch and transformers ...", "broken"]), ("--version", [])):
+        command = [sys.executable, "-m", "longdraft", words]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+        lines = done.stderr.splitlines()
+        assert len(lines) == len(said) and all(text in line for text, line in zip(said, lines, strict=True)), lines
 
 
 def test_methods(shell):

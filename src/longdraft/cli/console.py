@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -28,6 +29,7 @@ def stderr() -> Console:
 
 
 def _console(to_stderr: bool) -> Console:
+    end_loading()
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = NO_TERMINAL_WIDTH
@@ -78,6 +80,7 @@ def error(message: str) -> None:
 
 def print_line(text: str) -> None:
     """Prints a line on stdout, without markup."""
+    end_loading()
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -119,6 +122,34 @@ def status() -> Iterator[Status]:
         yield shown_status
     finally:
         shown_status.close()
+
+
+_loading: Status | None = None  # the message of :class:`_SlowImport`
+
+
+class _SlowImport(MetaPathFinder):
+    """Shows a message when torch is imported: with transformers, that takes seconds."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        global _loading
+        if fullname == "torch" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _loading = Status()
+            _loading("Loading torch and transformers")
+
+
+def announce_loading() -> None:
+    """From now on, shows a message when torch is imported. The next output ends it."""
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _SlowImport())
+
+
+def end_loading() -> None:
+    """Ends the message of :func:`announce_loading`."""
+    global _loading
+    if _loading is not None:
+        _loading.close()
+        _loading = None
 
 
 @contextmanager

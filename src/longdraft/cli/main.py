@@ -118,7 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.reset_debug()
     if sys.stdout is None:  # stdout is closed: reserve its descriptor, and let writing fail
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    console.announce_loading()
     code = _run_app(arguments)
+    console.end_loading()
     try:
         sys.stdout.flush()
     except OSError as error:
