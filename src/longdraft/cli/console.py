@@ -99,6 +99,8 @@ class Status:
         self._spinner = self._console.status(Text("")) if self._console.is_terminal else None
 
     def __call__(self, message: str) -> None:
+        if self is not _loading:
+            end_loading()
         # Messages of long steps have an attribute: the fraction that is done.
         text, fraction = Text(message + " ..."), getattr(message, "share", None)
         if self._spinner is not None:
@@ -124,30 +126,31 @@ def status() -> Iterator[Status]:
         shown_status.close()
 
 
-_loading: Status | None = None  # the message of :class:`_SlowImport`
-
-
 class _SlowImport(MetaPathFinder):
     """Shows a message when torch is imported: with transformers, that takes seconds."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         global _loading
-        if fullname == "torch" and self in sys.meta_path:
-            sys.meta_path.remove(self)
+        if fullname == "torch" and _loading is None:
             _loading = Status()
             _loading("Loading torch and transformers")
 
 
+_SLOW_IMPORT = _SlowImport()
+_loading: Status | None = None  # shows the message of :class:`_SlowImport`
+
+
 def announce_loading() -> None:
     """From now on, shows a message when torch is imported. The next output ends it."""
-    if "torch" not in sys.modules:
-        sys.meta_path.insert(0, _SlowImport())
+    if "torch" not in sys.modules and _SLOW_IMPORT not in sys.meta_path:
+        sys.meta_path.insert(0, _SLOW_IMPORT)
 
 
 def end_loading() -> None:
     """Ends the message of :func:`announce_loading`."""
     global _loading
     if _loading is not None:
+        sys.meta_path.remove(_SLOW_IMPORT)  # not in find_spec(): import iterates over this list
         _loading.close()
         _loading = None
 
