@@ -1,8 +1,9 @@
 // Computes y = x w^T + bias in int8 arithmetic: quantized weights times int8 activations, like ggml's vec_dot_q4_K_q8_K.
 //
-// LANES outputs are computed at once (quants.h), in one of three ways:
+// LANES outputs are computed at once (quants.h), in one of four ways:
 //   few rows:  codes are unpacked in registers, once for a group of rows. A sub-block takes eight dot products of 4 bytes in each lane, and
 //              one multiplication by its scale.
+//   by blocks: on AVX2 without VNNI, for six to 32 rows (K-quants; others to 8), codes of a block are unpacked to the L1 cache.
 //   many rows: all codes of up to some hundred outputs are first unpacked to memory.
 //   AMX:       the weights of a few sub-blocks are unpacked to memory at a time.
 // A row's bits do not depend on the way, because operations that round have one order.
@@ -192,8 +193,8 @@ struct WeightPrefetch {
   }
 };
 
-// Multiplies a group of R rows, from `row` on, with LANES outputs, and unpacks codes in registers. prefetch_next: true: also prefetches the
-// weights of the next outputs.
+// Multiplies a group of R rows, from `row` on, with LANES outputs, and unpacks codes in registers, or from BUFFERED_ROWS rows on a block at
+// a time. prefetch_next: true: also prefetches the weights of the next outputs.
 template <typename F, int R>
 void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, const OutputVector &outputs, InterleavedRows in,
                      bool prefetch_next) {
