@@ -186,7 +186,7 @@ def test_one_prefill_serves_all_of_ours(loaded, tmp_path):
     bench = Bench(loaded, wanted)
     groups, _ = make_batches(encode_prompts(SAMPLES[:2], loaded, wanted), (1,))
     ticks = []
-    measured = [bench.measure(group, ticks.append) for group in groups]
+    measured = [bench.measure(group, lambda name, prefilled=0: ticks.append(name)) for group in groups]
     assert len(ticks) == sum(step.runs_per_record for step in bench.steps(groups)) == 2 * (2 + 4 * wanted.repeats)
     for row in report.document(bench.names, measured)["rows"]:
         assert row["mismatches"] == 0

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from longdraft.bench.run import Bench
+from longdraft.cli import progress
+from longdraft.engine import prefill
 from tests.support.gguf_files import write_gguf
 
 ROW = {
@@ -60,6 +62,17 @@ def test_the_table_and_the_json_object_of_the_contract(bench, data_file, tmp_pat
         assert text in ended.out
     assert "| method | tokens/s | vs ar |" in markdown and "- tokens/s: new tokens" in markdown
     assert shown in markdown and shown in ended.out
+
+
+@pytest.mark.parametrize("command", [("bench",), ("bench", "acceptance", "--lengths", "64")])
+def test_a_run_says_how_far_it_has_read_its_prompt(shell, model_folder, data_file, monkeypatch, command):
+    """Reading 30,000 tokens takes minutes."""
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
+    ended = shell(*command, "--model", model_folder, "--data", data_file, "-n", 4, "--limit", 1, "--methods", "ar")
+    assert ended.code == 0, ended.err
+    read = [int(line.split()[-4]) for line in ended.err.splitlines() if line.endswith(" prompt tokens read")]
+    assert 16 in read and 32 in read
 
 
 def test_files_that_cannot_be_written_are_refused_first(shell, tmp_path):

@@ -214,8 +214,7 @@ class AcceptanceBench:
                 keys = [k for k in missing if contenders[k.method].prefill is prefill and k.length == prompt.context]
                 runs: dict[RunKey, list[Run]] = {key: [] for key in keys}
                 for _, key in interleave(keys, self._repeats):
-                    tick(f"{key.length:,} tokens, {key.method}, {format_temperature(key.temperature)}")
-                    runs[key].append(self._run(self._bench, contenders[key.method], key, prompt))
+                    runs[key].append(self._run(self._bench, contenders[key.method], key, prompt, tick))
                     if len(runs[key]) == self._repeats:
                         seconds = median(run.decode_seconds for run in runs[key])
                         ((new_tokens, verifications),), accepted = runs[key][0].token_counts, runs[key][0].accepted
@@ -223,14 +222,16 @@ class AcceptanceBench:
             prefill.clear()
             gc.collect()
 
-    def _run(self, bench: Bench, contender: MethodContender, key: RunKey, prompt: Prompt) -> Run:
+    def _run(self, bench: Bench, contender: MethodContender, key: RunKey, prompt: Prompt, tick: Tick) -> Run:
         sampling = replace(self.settings.sampling, temperature=key.temperature)
         job = bench.make_job([prompt.token_ids], self.settings.max_tokens)
         job = RejectionSamplingJob(**vars(job)) if key.sampling == "standard" else job
         cached_prompts = contender.prefill.cache.tokens  # the token ids of each sequence whose KV is cached
         if cached_prompts:  # the cache computes tokens again that this list lacks
             cached_prompts[0] = cached_prompts[0][: max(0, len(prompt.token_ids) - RECOMPUTED_TOKENS)]
-        return contender.decode_warm(replace(job, sampling=sampling, seed=job.seed + prompt.seed))
+        job = replace(job, sampling=sampling, seed=job.seed + prompt.seed)
+        words = f"{key.length:,} tokens, {key.method}, {format_temperature(key.temperature)}"
+        return contender.decode_warm(job.announced(tick, words))
 
 
 def format_temperature(temperature: float) -> str:

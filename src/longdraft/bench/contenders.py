@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
+from longdraft.bench.experiment import Tick
 from longdraft.engine.sampler import Sampling
 from longdraft.engine.session import Generation
 from longdraft.engine.text_codec import TextCodec
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+J = TypeVar("J", bound="Job")
+
+
 @dataclass(frozen=True)
 class Job:
     """A batch of prompts that every contender decodes."""
@@ -32,6 +38,13 @@ class Job:
     sampling: Sampling
     seed: int  # of the random numbers
     eos_ids: frozenset[int]  # token ids that end a sequence; empty: decode on to ``max_tokens``
+    # called after each prefill chunk but the last, with the number of prompt tokens read, of all prompts together
+    on_prefill: Callable[[int], None] = field(default=lambda prefilled: None, compare=False)
+
+    def announced(self: J, tick: Tick, words: str) -> J:
+        """Calls ``tick`` for a run that is about to start. Returns the job for it, whose prefill moves the bar."""
+        tick(words)
+        return replace(self, on_prefill=partial(tick, words))
 
     def start(self, spec: Speculator, cache: PromptCache | None) -> Generation:
         """Starts to decode the job with a method of longdraft. Reuses the KV of the prompts that ``cache`` holds."""
@@ -130,9 +143,13 @@ class MethodContender(Contender):
 
     def decode_warm(self, job: Job) -> Run:
         generation = job.start(self.spec, self.prefill.cache)
-        emitted = [0] * len(job.prompts)
+        emitted, prefilled = [0] * len(job.prompts), [0] * len(job.prompts)
         accepted: list[tuple[int, int]] = []
         for step in generation:
+            if step.mode == "prefill":
+                prefilled[step.sequence] = step.prefilled
+                if sum(prefilled) < sum(map(len, job.prompts)):
+                    job.on_prefill(sum(prefilled))
             if step.tree is not None:  # a verification; its last token is the bonus token, so 1 less may be accepted
                 accepted.append((step.accepted, job.max_tokens - emitted[step.sequence] - 1))
             emitted[step.sequence] += len(step.token_ids)

@@ -14,14 +14,23 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from longdraft.bench.records import RecordFile
 
 R = TypeVar("R")  # a record
 K = TypeVar("K")  # a record's key
-Tick = Callable[[str], None]
-"""Moves the progress bar. A step calls it before each run, with a few words about the run."""
+
+
+class Tick(Protocol):
+    """Moves the progress bar. A step calls it before each run, with a few words about the run. While the run reads its
+    prompts, the step calls it again, with the number of prompt tokens that have been read."""
+
+    def __call__(self, words: str, prefilled: int = 0, /) -> None: ...
+
+
+def no_bar(words: str, prefilled: int = 0, /) -> None:
+    """Is the tick of a measurement without a progress bar."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from longdraft.bench.data import Sample, encode_truncated
-from longdraft.bench.experiment import Tick
+from longdraft.bench.experiment import Tick, no_bar
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.tables import mean_of
 from longdraft.bench.tasks import read_document
@@ -132,7 +132,7 @@ class NeedleBench:
         longest = max(len(encode(self._tokenizer, NEEDLE.format(colour=colour, code=10**5))) for colour in COLOURS)
         return self.runner.context_length - longest - 2  # one token more is allowed (see measure), and one is spare
 
-    def measure(self, haystack: Prompt, tick: Tick = lambda name: None) -> dict[str, list[TokenPrediction]]:
+    def measure(self, haystack: Prompt, tick: Tick = no_bar) -> dict[str, list[TokenPrediction]]:
         """Lets every drafter predict a haystack's needle. Calls ``tick`` with the view's name before each drafter.
 
         Returns:
@@ -151,8 +151,9 @@ class NeedleBench:
             prompt, max_tokens, device = list(haystack.token_ids), len(needle) + 1, self.runner.device
             engine = Engine(self.runner, drafter, _RootVerifier(), self._cache)
             engine.add(sequence.Sequence(0, prompt, max_tokens, device, sampler=sampler, stop_rules=[sampler.is_done]))
-            for _ in engine.run():
-                pass
+            for step in engine.run():
+                if step.mode == "prefill" and step.prefilled < len(prompt):
+                    tick(name, step.prefilled)
             pairs = zip(tree.stored_logits, needle[1:], strict=True)
             predictions[name] = [_score_prediction(logits, ids, token) for (logits, ids), token in pairs]
         return predictions

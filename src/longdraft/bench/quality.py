@@ -21,7 +21,7 @@ from rich.text import Text
 
 from longdraft.bench import machine
 from longdraft.bench.contenders import eos_ids
-from longdraft.bench.experiment import Tick
+from longdraft.bench.experiment import Tick, no_bar
 from longdraft.bench.prompts import Prompt
 from longdraft.bench.records import fingerprint, jsonable
 from longdraft.bench.run import Bench
@@ -196,8 +196,8 @@ class QualityBench:
         all_full = f"of {len(lengths)} prompts fit into the partial cache, so all of their rounds are full."
         return [f"{name}: {count} {all_full}" for name, count in num_fitting.items() if count]
 
-    def measure(self, prompt: Prompt, tick: Tick = lambda name: None) -> dict[str, Any]:
-        """Decodes a prompt with every contender. Calls ``tick`` with the contender's name before each run.
+    def measure(self, prompt: Prompt, tick: Tick = no_bar) -> dict[str, Any]:
+        """Decodes a prompt with every contender. Calls ``tick`` with the contender's name.
 
         Returns:
             A JSON object: the prompt's data set, origin and length, and in ``runs`` by contender's name: the text, its
@@ -209,9 +209,9 @@ class QualityBench:
         tokens: dict[str, tuple[int, ...]] = {}
         runs: dict[str, dict[str, Any]] = {}
         for name in self.names:
-            tick(name)
+            job = self._bench.make_job([prompt.token_ids], self.settings.max_tokens).announced(tick, name)
             gc.collect()  # so that no collection falls into a timed run
-            run = self._contenders[name].decode_warm(self._bench.make_job([prompt.token_ids], self.settings.max_tokens))
+            run = self._contenders[name].decode_warm(job)
             (tokens[name],) = run.tokens
             text = self._text(tokens[name])
             answer = self._answer(name, prompt.token_ids, tokens[name]) if self._answer_turn else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from longdraft.bench import scores
 from longdraft.bench.contenders import Contender, Job, MethodContender, Run, SharedPrefill, eos_ids
-from longdraft.bench.experiment import Step, Tick, interleave
+from longdraft.bench.experiment import Step, Tick, interleave, no_bar
 from longdraft.bench.peers import PEERS, TransformersGenerate
 from longdraft.bench.profile import profile_job
 from longdraft.bench.prompts import Prompt, PromptBatch
@@ -152,24 +152,24 @@ class Bench:
             contender.release()
         self._is_warm = True
 
-    def measure(self, prompts: Sequence[Prompt], tick: Tick = lambda name: None) -> BatchResult:
-        """Measures one batch. Calls ``tick`` with the contender's name before each run."""
+    def measure(self, prompts: Sequence[Prompt], tick: Tick = no_bar) -> BatchResult:
+        """Measures one batch. Calls ``tick`` with the contender's name."""
         settings, device = self.settings, self.target.device
         job = self.make_job([prompt.token_ids for prompt in prompts], settings.max_tokens)
         cold: dict[str, Run] = {}
         is_turn_cached = not settings.cold and all(prompt.sample.continues_previous for prompt in prompts)
         for name in self._cold_contenders:
-            tick(name)
+            run_job = job.announced(tick, name)
             contender = self.contenders[name]
             reuses_cache = is_turn_cached and name in self.methods
-            cold[name] = contender.decode_warm(job) if reuses_cache else contender.decode_cold(job)
+            cold[name] = contender.decode_warm(run_job) if reuses_cache else contender.decode_cold(run_job)
         rounds: dict[str, list[Run]] = {name: [] for name in self.names}
         peaks: dict[str, int | None] = dict.fromkeys(self.names)
         for _, name in interleave(self.names, settings.repeats):
-            tick(name)
+            run_job = job.announced(tick, name)
             gc.collect()  # so that no collection falls into a timed run
             has_peak = memory_info.reset_peak(device)
-            rounds[name].append(self.contenders[name].decode_warm(job))
+            rounds[name].append(self.contenders[name].decode_warm(run_job))
             if has_peak:
                 peaks[name] = max(memory_info.peak_bytes(device), peaks[name] or 0)
         # A profile starts from the prompts' cached KV; with ``cold`` it starts with a prefill.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +13,7 @@ from rich.text import Text
 from longdraft.cli import console
 
 if TYPE_CHECKING:
+    from longdraft.bench.experiment import Tick
     from longdraft.training.loop import StepReport
 
 Self = TypeVar("Self", bound="ProgressBar")
@@ -112,10 +113,14 @@ class RunsBar(ProgressBar):
         super().__init__("runs", total)
         self._num_started = 0
 
-    def ticker(self, label: str) -> Callable[[str], None]:
-        """Returns a function that draws the bar. It is called with a method's name before a run of the method."""
+    def ticker(self, label: str) -> Tick:
+        """Returns a function that draws the bar. It is called with a method's name before a run of the method, and with
+        the number of prompt tokens while the run reads them."""
 
-        def tick(name: str) -> None:
+        def tick(name: str, prefilled: int = 0, /) -> None:
+            if prefilled:
+                self.draw("", self._num_started - 1, figures=f"{label}: {name}, {prefilled:,} prompt tokens read")
+                return
             self.draw("", self._num_started, figures=f"{label}: {name}")
             self._num_started += 1
 
