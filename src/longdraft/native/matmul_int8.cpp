@@ -44,7 +44,7 @@ template <typename F> using SumScale = std::conditional_t<F::INT32_SUMS || SCALE
 // The number of these factors. With SCALED_COLUMNS, the last one is both scales times the zero point.
 template <typename F> constexpr int SUM_SCALES = F::SCALES_PER_SUB_BLOCK + (SCALED_COLUMNS<F> && F::ZERO_POINT > 0);
 
-template <typename F, typename S> ALWAYS_INLINE inline void sum_scales(const S *scale, SumScale<F> *to) {
+template <typename F, typename S> ALWAYS_INLINE inline void convert_scales(const S *scale, SumScale<F> *to) {
   UNROLL for (int s = 0; s < F::SCALES_PER_SUB_BLOCK; s++) {
     if constexpr (SCALED_COLUMNS<F>) {
       to[s] = pack_halves(scale[s].int_scale, scale[s].int_scale);
@@ -139,7 +139,7 @@ template <typename F> ALWAYS_INLINE inline void unpack_outputs(InterleavedRows i
   for (int64_t i = 0; i < n_in; i += F::WEIGHTS, in = in.advance(F::BYTES)) {
     F::unpack_block(in, [&](int, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
       UNROLL for (int i = 0; i < COLUMNS_PER_SUB_BLOCK; i++) to->w[i] = apply_codebook<F>(w(i));
-      sum_scales<F>(scale, to->sum_scales);
+      convert_scales<F>(scale, to->sum_scales);
       UNROLL for (int s = 0; F::HAS_MIN && s < F::SCALES_PER_SUB_BLOCK; s++) to->min[s] = min[s];
       if constexpr (F::SUB_BLOCKS_PER_ACT_SCALE > 1) to->d[0] = scale[0].d;
       to++;
@@ -214,7 +214,7 @@ void matmul_few_rows(const Int8Activations &x, int64_t row, const Matrix &m, con
       F::unpack_block(in, [&](int sub_block, const auto &w, const auto *scale, const vec *min) ALWAYS_INLINE {
         if (prefetch_next) prefetch.advance(SUB_BLOCK);
         SumScale<F> factors[SUM_SCALES<F>];
-        sum_scales<F>(scale, factors);
+        convert_scales<F>(scale, factors);
         mul_accumulate<F, R>([&](int i) { return apply_codebook<F>(w(i)); }, factors, block_scale(*scale), min,
                              completes_scale<F>(sub_block), qs + sub_block * R * SUB_BLOCK, blocks + sub_block * R, sums, y);
       });
