@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from math import log
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -83,22 +85,24 @@ def test_a_table_rises_with_rows_and_with_text(runner):
     assert all(list(s) == sorted(s) for s in (*table.seconds, *zip(*table.seconds, strict=True)))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_moves_the_costs_of_long_texts_little(seed):
-    """Costs are measured on shorter texts than people read. Times of Qwen2.5-Coder-1.5B on a CPU, each off by 5 %."""
-    noise = random.Random(seed)
+def test_noise_moves_the_costs_of_long_texts_little():
+    """Costs are measured on shorter texts than people read. Times of a 1.5B on a CPU, each off by up to 15 percent."""
+    runner, errors = TargetRunner(tiny_model(context=32_768)), []
 
     def seconds(rows: float, length: float) -> float:
         return 0.055 + 0.015 * rows + length * (1.5e-6 + 1.2e-6 * rows)
 
-    def noisy(runner, store, rows):
-        return noise.uniform(0.95, 1.05) * seconds(rows, store.lengths[0])
+    for seed in range(20):
+        noise = random.Random(seed)
 
-    table = measure(TargetRunner(tiny_model(context=32_768)), time_forward=noisy)
-    assert table is not None
-    for length in (16_000, 28_000):
-        found = table.seconds_at(8, length) / table.seconds_at(1, length)
-        assert found == pytest.approx(seconds(8, length) / seconds(1, length), rel=0.2)
+        def noisy(runner, store, rows, noise=noise):
+            return noise.uniform(0.85, 1.15) * seconds(rows, store.lengths[0])
+
+        table = measure(runner, time_forward=noisy)
+        for length in (16_000, 28_000):
+            found = table.seconds_at(8, length) / table.seconds_at(1, length)
+            errors.append(abs(log(found * seconds(1, length) / seconds(8, length))))
+    assert median(errors) < log(1.2)
 
 
 @pytest.mark.parametrize("each", [0.5, 3.0])
