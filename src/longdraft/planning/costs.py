@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 # 1.5B takes 7 seconds to measure; more sizes and repeats gave the same predictions.
 NUM_TOKENS = (1, 2, 4, 8, 16, 32)
 KV_LENGTHS = (64, 4096, 12288)
+# On a GPU times vary little, and each length takes CUDA graphs of its own.
+_KV_LENGTHS_ON_GPU = KV_LENGTHS[:2]
 # Number of measurements of each size. If the first measurement of all sizes takes longer than ENOUGH_SECONDS, there is
 # no second one: long forwards vary less.
 REPEATS, ENOUGH_SECONDS = 2, 1.0
@@ -177,7 +179,7 @@ def _time_forward(runner: TargetRunner, store: KVStore, num_tokens: int) -> floa
 
 def measure(
     runner: TargetRunner,
-    kv_lens: Sequence[int] = KV_LENGTHS,
+    kv_lens: Sequence[int] | None = None,
     num_tokens: Sequence[int] = NUM_TOKENS,
     on_progress: Callable[[float], None] = lambda share: None,
     time_forward: Callable[[TargetRunner, KVStore, int], float] = _time_forward,
@@ -188,7 +190,7 @@ def measure(
     costs beyond them are extrapolated.
 
     Args:
-        kv_lens: KV lengths to measure, shortened to the model's context.
+        kv_lens: KV lengths to measure, shortened to the model's context; None: those of this device.
         num_tokens: numbers of tokens of a forward to measure.
         on_progress: called with the fraction of the work that is done.
         time_forward: (runner, store, number of tokens) -> seconds.
@@ -196,6 +198,8 @@ def measure(
     Returns:
         The table, without KV lengths that do not fit the memory; None if not even the shortest fits.
     """
+    if kv_lens is None:
+        kv_lens = KV_LENGTHS if runner.device.type == "cpu" else _KV_LENGTHS_ON_GPU
     kv_lens = sorted({max(1, min(length, runner.context_length - num_tokens[-1])) for length in kv_lens})
     start = time.perf_counter()
     measured: list[dict[int, float]] = []  # for each KV length, {number of tokens: minimum of seconds}
