@@ -9,7 +9,7 @@ import pytest
 
 from longdraft import LoadedModel
 from longdraft.bench.data import Sample
-from longdraft.bench.experiment import Experiment
+from longdraft.bench.experiment import Experiment, no_bar
 from longdraft.bench.prompts import encode_prompts, make_batches
 from longdraft.bench.records import RecordFile
 from longdraft.bench.results import bench_header
@@ -55,7 +55,7 @@ def test_a_run_comes_back_and_goes_on_where_it_ended(session, tmp_path):
     assert session.open(path).records == file.records and file.records[0].differences == differences
     again = Experiment(session.bench.steps(session.groups), lambda measured: measured.key, session.open(path))
     assert again.records == file.records and [record.key for record in again.records] == [again.keys[0], again.keys[-1]]
-    made = [record.key for record in again.run(lambda what: lambda name: None)]
+    made = [record.key for record in again.run(lambda what: no_bar)]
     assert made == again.keys[1:-1] and len(session.open(path).records) == len(session.groups)
 
 
