@@ -242,7 +242,7 @@ def products(shape: dict[str, int], name: str) -> dict[str, Any]:
         matrix = quantize_blocks(torch.randn(out, size), name)  # type: ignore[arg-type]
         sorted_planes = planes_of(QuantizedMatrix(matrix, name))
         assert sorted_planes is not None
-        layer = PlanesLinear(sorted_planes, size)
+        layer = PlanesLinear(sorted_planes)
     layer.to(DEVICE)
     inputs = {rows: torch.randn(rows, size, device=DEVICE, dtype=DTYPE) for rows in ROWS}
     return {f"rows_{rows}_ms": median_ms(lambda x=x: layer(x)) for rows, x in inputs.items()}  # type: ignore[misc]
