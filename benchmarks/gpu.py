@@ -36,10 +36,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from longdraft import PromptCache, Speculator
@@ -50,6 +52,7 @@ from longdraft.drafters.shared.block_drafter import BlockDrafter
 from longdraft.drafts import draft_folder
 from longdraft.drafts.eagle_formats import Eagle3Shape
 from longdraft.engine import loop
+from longdraft.engine.accept import accept_path
 from longdraft.engine.verifier import verify_trees
 from longdraft.model.gpu import merged_linear
 from longdraft.model.quant.planes import PlanesLinear, planes_of
@@ -302,7 +305,7 @@ def with_forced_acceptance(accept_path: Callable[..., Any], accepted: int) -> Ca
 def by_levels() -> Iterator[None]:
     """Captures levels and verifications apart, as for trees without a fixed shape."""
     replay_round = BlockDrafter.replay_round
-    BlockDrafter.replay_round = lambda *_: None  # type: ignore[method-assign, assignment]
+    BlockDrafter.replay_round = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -311,7 +314,7 @@ def by_levels() -> Iterator[None]:
 
 def profiled(call: Callable[[], Any], times: int = 1) -> dict[str, Any]:
     """Milliseconds, launches and the ten longest kernels of a call by torch's profiler, divided by ``times``."""
-    kind = torch.autograd.DeviceType.CUDA if GPU else torch.autograd.DeviceType.CPU
+    kind = DeviceType.CUDA if GPU else DeviceType.CPU
     begin = time.perf_counter()
     with torch.profiler.profile() as seen:
         call()
@@ -369,25 +372,24 @@ def main() -> int:
     for switches, context in itertools.product(CONFIGURATIONS, contexts):
         with switched(*switches):
             unit = {"configuration": " ".join(switches), "context": context}
-            run.measure("steps", lambda context=context: steps(model, context), **unit)
+            run.measure("steps", partial(steps, model, context), **unit)
     for context in contexts:
-        work = lambda context=context: steps(model, context, torch.int8)  # noqa: E731
-        run.measure("steps", work, configuration="int8", context=context)
-    work = lambda: steps(model, contexts[len(contexts) // 2], rows=(72,), room=4)  # noqa: E731
-    run.measure("bounds", work, context=contexts[len(contexts) // 2])
+        run.measure("steps", partial(steps, model, context, torch.int8), configuration="int8", context=context)
+    middle = contexts[len(contexts) // 2]
+    run.measure("bounds", partial(steps, model, middle, rows=(72,), room=4), context=middle)
     for name in ("16 bits", "Q4_0", "Q8_0"):
         shape = TINY if options.tiny else EIGHT_B
-        run.measure("products", lambda name=name, shape=shape: products(shape, name), weights=name)
+        run.measure("products", partial(products, shape, name), weights=name)
     for context in contexts:
-        run.measure("transformers", lambda context=context: transformers_steps(model, context), context=context)
+        run.measure("transformers", partial(transformers_steps, model, context), context=context)
     for rows, switches in itertools.product(ROWS, CONFIGURATIONS):
         if switches[1] == "0" or not GPU:  # a replay shows no launches
             with switched(*switches):
-                work = lambda rows=rows: kernels(model, contexts[0], rows)  # noqa: E731
+                work = partial(kernels, model, contexts[0], rows)
                 run.measure("kernels", work, rows=rows, configuration=" ".join(switches))
     with tempfile.TemporaryDirectory() as folder:
         drafts = random_drafts(model, Path(folder))
-        loop.accept_path = with_forced_acceptance(loop.accept_path, options.accepted)
+        loop.accept_path = with_forced_acceptance(accept_path, options.accepted)  # type: ignore[attr-defined]
 
         def options_of(method: str) -> dict[str, Any]:
             own = METHODS[method]
@@ -424,7 +426,7 @@ def main() -> int:
                     run.measure("rounds" if measured is rounds else "kernels of rounds", timed, **unit)
                     is_default = measured is rounds and switches == CONFIGURATIONS[0]
                     if is_default and method in ("longspec", "eagle3") and context in (contexts[0], contexts[-1]):
-                        run.measure("rounds", lambda timed=timed: timed(plan="auto"), **unit, plan="auto")
+                        run.measure("rounds", partial(timed, plan="auto"), **unit, plan="auto")
                         with by_levels():
                             run.measure("rounds", timed, **unit, by_levels=True)
         for method in ("ar", "specpv") if GPU else ():  # the KV of a model on a CPU is in host memory already

@@ -208,7 +208,7 @@ def default(model: Model, file: str) -> Cell:
         each_spec.generate([model.random_tokens(64)], max_new_tokens=8, eos_token_ids=[])
     new, depth = model.args.new_tokens, int(median(map(len, prompts)))
     engine_rates = {name: [engine.decode_rate(new, depth)] for name, engine in model.engines.items()}
-    others, results = OtherProcesses(), []
+    others, results = OtherProcesses(), list[dict[str, Any]]()
     for i, prompt_ids in enumerate(prompts, 1):
         console.print(f"  prompt {i} of {len(prompts)}: {len(prompt_ids):,} tokens")
         cache = PromptCache()

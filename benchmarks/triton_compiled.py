@@ -142,10 +142,10 @@ def _layer(
     gpu_kernels.add_rms_norm(x, x, weight, 1e-5)
     gpu_kernels.silu_and_mul(*empty(1, rows, 2 * mlp).split(mlp, dim=-1))
     keys, numbers = empty(1, kv_heads, CAPACITY, d), empty(1, dtype=torch.int32)
-    qkv = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
+    q, k, v = empty(1, rows, (heads + 2 * kv_heads) * d).split([heads * d, kv_heads * d, kv_heads * d], dim=-1)
     cos = empty(1, rows, d)
     top_p_kernel.top_p_threshold(empty(rows, 128_256, dtype=torch.float32), 0.9)
-    q = gpu_kernels.rope_and_write_kv(*qkv, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
+    q = gpu_kernels.rope_and_write_kv(q, k, v, cos, cos, head, head, 1e-6, keys, keys, numbers, numbers, 0)
     if dtype == torch.float32:  # not launched
         return
     # Q4_0, Q8_0, Q4_K, Q6_K; AWQ and GPTQ in groups of 128.

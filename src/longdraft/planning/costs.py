@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # The measured sizes. The time of attention is linear in the length, but noise grows with the distance from the measured
 # lengths: from 64 and 4,096 entries alone, 5 percent of noise would make 30 percent at 28K. With these sizes a model of
-# 1.5B takes 7 seconds to measure; more sizes and repeats gave the same predictions.
+# 1.5B takes 5 seconds to measure (2 CPU cores); more sizes and repeats gave the same predictions.
 NUM_TOKENS = (1, 2, 4, 8, 16, 32)
 KV_LENGTHS = (64, 4096, 12288)
 # On a GPU times vary little, and each length takes CUDA graphs of its own.
