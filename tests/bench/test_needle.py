@@ -12,6 +12,7 @@ from longdraft.bench.needle import NeedleBench, make_haystacks, perplexity
 from longdraft.drafters.eagle3 import Eagle3Draft
 from longdraft.drafters.longspec import LongSpecDraft
 from longdraft.drafts.language_model import SmallLMDraft
+from longdraft.engine import prefill
 from longdraft.errors import ContextError, PromptError
 from tests.support.drafts import random_draft, random_eagle3
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -65,6 +66,13 @@ def test_haystacks(loaded, text):
     for path, context, error in ((text, 5000, PromptError), (text, 20, ContextError), (text / "no", 300, PromptError)):
         with pytest.raises(error):
             make_haystacks(path, context, tokenizer)
+
+
+def test_the_bar_moves_while_a_haystack_is_read(loaded, text, monkeypatch):
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 64)
+    seen = []
+    NeedleBench(loaded, {"chunks": RETRIEVED}, {}).measure(hay(loaded, text), lambda *words: seen.append(words))
+    assert seen[:3] == [("chunks",), ("chunks", 64), ("chunks", 128)]
 
 
 def small_lm(view, **options):

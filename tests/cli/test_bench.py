@@ -64,12 +64,19 @@ def test_the_table_and_the_json_object_of_the_contract(bench, data_file, tmp_pat
     assert shown in markdown and shown in ended.out
 
 
-@pytest.mark.parametrize("command", [("bench",), ("bench", "acceptance", "--lengths", "64")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "--methods", "ar"),
+        ("bench", "acceptance", "--methods", "ar", "--lengths", "64"),
+        ("bench", "quality", "--budget", "256", "-o", "drafter=prompt-lookup"),
+    ],
+)
 def test_a_run_says_how_far_it_has_read_its_prompt(shell, model_folder, data_file, monkeypatch, command):
     """Reading 30,000 tokens takes minutes."""
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
-    ended = shell(*command, "--model", model_folder, "--data", data_file, "-n", 4, "--limit", 1, "--methods", "ar")
+    ended = shell(*command, "--model", model_folder, "--data", data_file, "-n", 4, "--limit", 1)
     assert ended.code == 0, ended.err
     read = [int(line.split()[-4]) for line in ended.err.splitlines() if line.endswith(" prompt tokens read")]
     assert 16 in read and 32 in read

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-J = TypeVar("J", bound="Job")
+Self = TypeVar("Self", bound="Job")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Job:
     # called after each prefill chunk but the last, with the number of prompt tokens read, of all prompts together
     on_prefill: Callable[[int], None] = field(default=lambda prefilled: None, compare=False)
 
-    def announced(self: J, tick: Tick, words: str) -> J:
+    def announced(self: Self, tick: Tick, words: str) -> Self:
         """Calls ``tick`` for a run that is about to start. Returns the job for it, whose prefill moves the bar."""
         tick(words)
         return replace(self, on_prefill=partial(tick, words))

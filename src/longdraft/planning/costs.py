@@ -35,11 +35,12 @@ from longdraft.trees.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 # The measured sizes. The time of attention is linear in the length, but noise grows with the distance from the measured
-# lengths: from 64 and 4,096 entries alone, 5 percent of noise would make 30 percent at 28K. With these sizes a model of
-# 1.5B takes 5 seconds to measure (2 CPU cores); more sizes and repeats gave the same predictions.
+# lengths. With simulated times off by up to 15 percent, the relative cost of 8 tokens behind 16K and 28K was off by 37
+# percent in the median without the third length, and by 12 with it. With these sizes a model of 1.5B takes 5 seconds to
+# measure (2 CPU cores); more numbers of tokens and repeats gave the same predictions.
 NUM_TOKENS = (1, 2, 4, 8, 16, 32)
 KV_LENGTHS = (64, 4096, 12288)
-# On a GPU times vary little, and each length takes CUDA graphs of its own.
+# Each length takes CUDA graphs of its own, and whether a third one pays on a GPU was not measured.
 _KV_LENGTHS_ON_GPU = KV_LENGTHS[:2]
 # Number of measurements of each size. If the first measurement of all sizes takes longer than ENOUGH_SECONDS, there is
 # no second one: long forwards vary less.
