@@ -16,7 +16,7 @@ if not CUDA:
 from longdraft.attention import fixed_order  # noqa: E402
 from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers  # noqa: E402
 from longdraft.errors import CapabilityError  # noqa: E402
-from longdraft.native.int8_kv import Int8KV  # noqa: E402
+from longdraft.native.quantized_kv import Int8KV  # noqa: E402
 from tests.attention.cases import TOLERANCE, assert_like_reference, case, random_tree  # noqa: E402
 from tests.support.slow_marks import slow  # noqa: E402
 

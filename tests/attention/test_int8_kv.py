@@ -9,7 +9,7 @@ import torch
 
 from longdraft.attention import dispatch, int8_kv, prefix
 from longdraft.attention.int8_kv import accept_int8_kv
-from longdraft.native.int8_kv import Int8KV
+from longdraft.native.quantized_kv import Int8KV
 from tests.attention.cases import case
 from tests.support import torch_kernels
 

@@ -12,18 +12,18 @@ from longdraft.errors import MemoryBudgetError
 from longdraft.memory import snapshot
 from longdraft.memory.offload import OffloadedKVStore
 from longdraft.memory.store import KVShape, KVStore, StoreConfig
-from longdraft.native.int8_kv import Int8KV
+from tests.native.cases import quantized
 from tests.support.lazy_side import LazyCopyStream
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype=torch.float32)
-KINDS = ["plain", "transposed", "bfloat16", "int8", "host"]
+KINDS = ["plain", "transposed", "bfloat16", "int8", "int4", "host"]
 SLOTS, TREE, FEATURES = 3, 6, 5
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def make(kind: str, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SHAPE) -> KVStore:
     """A store of a kind with two layers' features; its entries are noise or zeros."""
-    dtype = getattr(torch, kind) if kind in ("bfloat16", "int8") else None
+    dtype = getattr(torch, kind) if kind in ("bfloat16", "int8", "int4") else None
     config = StoreConfig(kind == "transposed" or dtype is not None, (0, 2), FEATURES, dtype)
     if kind == "host":
         return OffloadedKVStore(shape, slots, capacity, "cpu", config, LazyCopyStream())
@@ -33,7 +33,10 @@ def make(kind: str, slots: int = SLOTS, capacity: int = 200, shape: KVShape = SH
 def random_kv(kind: str, *size: int) -> torch.Tensor:
     """Keys and values (2, layers, kv_heads, *size, head_dim) that the kind of store does not round any further."""
     x = torch.randn(2, SHAPE.layers, SHAPE.kv_heads, *size, SHAPE.head_dim)
-    return Int8KV.quantize(x).to(x.dtype) if kind == "int8" else x.bfloat16().float()
+    if kind in ("int8", "int4"):
+        kv = zip(x, (True, False), strict=True)
+        return torch.stack([quantized(y, getattr(torch, kind), is_keys).to(y.dtype) for y, is_keys in kv])
+    return x.bfloat16().float()
 
 
 def check(actual: tuple[torch.Tensor, torch.Tensor], slot: int, entries: list[torch.Tensor], layer: int) -> None:
@@ -175,6 +178,7 @@ SCALE_BYTES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
         ("transposed", [KV_BYTES + FEATURE_BYTES]),
         ("bfloat16", [KV_BYTES // 2 + FEATURE_BYTES]),
         ("int8", [KV_BYTES // 4 + SCALE_BYTES + FEATURE_BYTES]),
+        ("int4", [SHAPE.layers * SHAPE.kv_heads * 4096 * (16 + 10) + FEATURE_BYTES]),
         ("host", [KV_BYTES, KV_BYTES // 3 * 2 + FEATURE_BYTES]),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from longdraft.native.int8_kv import Int8KV, KVTensor
+from longdraft.native.quantized_kv import INT4, Int4KV, Int8KV, KVTensor, QuantizedKV
 from longdraft.native.quantized_matrix import HALF_DTYPES, QUANT_SIZES, QuantizedMatrix
 
 # Prefixes beside the borders of blocks (128 keys) and segments (512 keys), where a path crosses into the next one.
@@ -55,11 +55,17 @@ def keys_and_values(dtype: torch.dtype, *shape: int, by_row: bool = False, seed:
     k, v = (
         torch.randn(*outer, n + 9, d, generator=g) * (0.1 + torch.rand(*outer, n + 9, 1, generator=g)) for _ in "kv"
     )
-    if dtype == torch.int8:
-        k, v = Int8KV.quantize(k), Int8KV.quantize(v)
-        return tuple(Int8KV(x[..., :n, :], y.scales[..., :n]) for x, y in ((transposed(k.quants), k), (v.quants, v)))
-    k, v = (k if by_row else transposed(k.to(dtype))), v.to(dtype)
-    return k[..., :n, :], v[..., :n, :]
+    if dtype in (torch.int8, INT4):
+        k, v = quantized(k, dtype, is_keys=True), quantized(v, dtype, is_keys=False)
+        k = k.map(lambda x: transposed(x) if x.dim() == len(shape) else x)  # scales of int8 have no last dimension
+    else:
+        k, v = (k if by_row else transposed(k.to(dtype))), v.to(dtype)
+    first_n = *[slice(None)] * len(outer), slice(n), slice(None)
+    return k[first_n], v[first_n]
+
+
+def quantized(x: torch.Tensor, dtype: torch.dtype, is_keys: bool) -> QuantizedKV:
+    return Int4KV.quantize(x, is_keys) if dtype == INT4 else Int8KV.quantize(x)
 
 
 def rows_of(x: KVTensor, rows: torch.Tensor, keys: bool = False) -> KVTensor:
@@ -67,7 +73,9 @@ def rows_of(x: KVTensor, rows: torch.Tensor, keys: bool = False) -> KVTensor:
     own = x.index_select(1, rows)
     if not keys or (isinstance(x, torch.Tensor) and x.stride(-1) == 1):
         return own
-    return transposed(own) if isinstance(own, torch.Tensor) else Int8KV(transposed(own.quants), own.scales)
+    if isinstance(own, torch.Tensor):
+        return transposed(own)
+    return own.map(lambda x: transposed(x) if x.dim() == 3 else x)
 
 
 def attention(q, k, v, seen, scale, softcap=None, sinks=None):

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longdraft.memory.store import KVShape, KVStore, StoreConfig
-from longdraft.native.int8_kv import Int8KV
+from longdraft.native.quantized_kv import INT4
 from longdraft.native.views import SCORERS
 from longdraft.views.sparse_kv_cache import SparseKVCache
 from longdraft.views.summaries import view_kernels
 from longdraft.views.view import View
+from tests.native.cases import quantized
 from tests.native.levels import needs_kernels
 
 pytestmark = needs_kernels
@@ -86,7 +87,9 @@ def test_chunks_with_nan_scores_rank_last():
     assert not set(range(40, 80)) & set(positions(cache).flatten().tolist())
 
 
-@given(st.sampled_from([torch.bfloat16, torch.int8]), st.sampled_from(["mean-key", "streaming"]), st.integers(0, 99))
+@given(
+    st.sampled_from([torch.bfloat16, torch.int8, INT4]), st.sampled_from(["mean-key", "streaming"]), st.integers(0, 99)
+)
 def test_quantized_copies_equal_torchs(dtype, kind, seed):
     view = View(kind, 64 if kind == "mean-key" else 0, 8, 12 if kind == "mean-key" else 400, 8, 40)
     queries, found = torch.randn(2, 4, 1, 16, generator=torch.Generator().manual_seed(seed)), []
@@ -101,8 +104,11 @@ def test_quantized_copies_equal_torchs(dtype, kind, seed):
         kept = [x[:, 0, :, : cache.store.lengths[0]].to(torch.float32) for x in (cache.store.keys, cache.store.values)]
         found.append(torch.cat(kept, -1))
     if kind == "streaming":  # all rows, in the text's order
-        rows = (x[:, 0, :, :318] for x in (full.keys, full.values))
-        rounded = (Int8KV.quantize(x).to(x.dtype) if dtype == torch.int8 else x.to(dtype).float() for x in rows)
+        rows = [x[:, 0, :, :318] for x in (full.keys, full.values)]
+        if dtype == torch.bfloat16:
+            rounded = [x.to(dtype).float() for x in rows]
+        else:
+            rounded = [quantized(x, dtype, is_keys).to(x.dtype) for x, is_keys in zip(rows, (True, False), strict=True)]
         assert torch.equal(found[0], torch.cat([*rounded], -1))
     else:  # chunks stay in their places: another order of the same rows
         found = [x.flatten(0, 1).sort(1).values for x in found]

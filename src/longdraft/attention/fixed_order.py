@@ -24,7 +24,7 @@ from longdraft.attention import custom_ops
 from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
 from longdraft.errors import CapabilityError
 from longdraft.native.boundary import CPU_FLOAT32
-from longdraft.native.int8_kv import Int8KV
+from longdraft.native.quantized_kv import QuantizedKV
 
 TILE = 16  # keys of a tile in the reference
 # Keys of a split: few enough that 16K tokens occupy a GPU, many enough that 128K tokens have few partial results.
@@ -56,11 +56,11 @@ def attend(
 
     Raises:
         CapabilityError: a layer with a sliding window, a soft cap, sinks, or values whose head size differs from the
-            keys'; or an int8 KV cache.
+            keys'; or a quantized KV cache.
     """
-    if isinstance(keys, Int8KV):
+    if isinstance(keys, QuantizedKV):
         raise CapabilityError(
-            "deterministic=True cannot read an int8 KV cache: leave out deterministic, or the option for int8 KV."
+            "deterministic=True cannot read a quantized KV cache: leave out deterministic, or the option for its dtype."
         )
     if modifiers is not NO_MODIFIERS or batch.window_starts is not None or keys.shape[3] != values.shape[3]:
         raise CapabilityError(

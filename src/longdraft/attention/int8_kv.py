@@ -10,7 +10,7 @@ import torch
 from longdraft.attention import custom_ops
 from longdraft.attention.forward_batch import NO_MODIFIERS, ForwardBatch, ScoreModifiers
 from longdraft.attention.reference import AttentionFunction
-from longdraft.native.int8_kv import Int8KV, KVTensor
+from longdraft.native.quantized_kv import Int8KV, KVTensor
 
 
 def accept_int8_kv(attend: AttentionFunction) -> AttentionFunction:

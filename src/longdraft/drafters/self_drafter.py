@@ -27,6 +27,7 @@ from longdraft.engine.sequence import Sequence
 from longdraft.engine.verifier import verify_trees
 from longdraft.memory.store import KVStore
 from longdraft.model.runner import TargetRunner
+from longdraft.native.quantized_kv import entry_bytes
 from longdraft.options import Options, option, parse
 from longdraft.planning.acceptance import AcceptanceCalibrator
 from longdraft.trees.level import LevelExpander, TreeLevel
@@ -180,9 +181,11 @@ class SelfDrafter(TreeDrafter):
     @property
     def self_draft_cost(self) -> SelfDraftCost:
         kv_dtype, view = self.runner.kv_dtype, self.view
-        relative_size = (self.view_dtype or kv_dtype).itemsize / kv_dtype.itemsize
+        view_bytes, kv_bytes = (
+            entry_bytes(dtype, self.runner.kv_shape.head_dim) for dtype in (self.view_dtype or kv_dtype, kv_dtype)
+        )
         return SelfDraftCost(
-            lambda length: min(length, view.size) * relative_size, self._forward_ratio, self._prior_acceptance
+            lambda length: min(length, view.size) * view_bytes / kv_bytes, self._forward_ratio, self._prior_acceptance
         )
 
     def _prior_acceptance(self, length: int) -> float:

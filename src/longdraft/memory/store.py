@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -23,14 +23,14 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import ArenaBuffers, BufferArena
 from longdraft.memory.kv_entries import KVEntries
+from longdraft.memory.kv_tensors import empty_kv
 from longdraft.memory.path_move import move_path, move_paths
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
-from longdraft.native.int8_kv import Int8KV
+from longdraft.native.quantized_kv import entry_bytes
 
 # The state, for each slot, of layers that do not keep KV of the full context.
 LayerStates = RecurrentStates | WindowKVCache
-_CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * self.kv_heads * entry_bytes(self.dtype, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ class StoreConfig:
             multiplies this matrix with a few queries much faster (docs/benchmarks.md).
         feature_layers: decoder layers whose output hidden states are stored, ascending.
         feature_size: size of a hidden state.
-        dtype: dtype to which keys and values are rounded; None: the dtype of the store's shape. torch.int8 makes them
-            :class:`~longdraft.native.int8_kv.Int8KV`. Read entries with ``.to(shape.dtype)``.
+        dtype: dtype to which keys and values are rounded; None: the dtype of the store's shape. torch.int8 and
+            torch.int4 make them :class:`~longdraft.native.quantized_kv.QuantizedKV`. Read entries with
+            ``.to(shape.dtype)``.
     """
 
     transposed_keys: bool = False
@@ -150,16 +151,11 @@ class KVStore:
 
     def _allocate(self, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates keys and values, after a check that keys, values and features fit the free memory."""
-        size, is_int8 = self._kv_size, self.dtype == torch.int8
+        size = self._kv_size
         needed = self.bytes_for(replace(self.shape, dtype=self.dtype), self.slots, self.capacity) + feature_bytes
-        needed += 2 * prod(size[:-1]) * torch.float32.itemsize if is_int8 else 0  # a scale for each key and each value
         memory_info.require_bytes(needed, self.device, self._description)
-        values = torch.empty(size, dtype=self.dtype, device=self.device)
-        is_transposed = self._config.transposed_keys
-        keys = empty_transposed(size, self.dtype, self.device) if is_transposed else torch.empty_like(values)
-        if is_int8:  # Int8KV behaves like a tensor wherever entries are read and written
-            int8_kv = (Int8KV(x, torch.empty(size[:-1], device=x.device, dtype=torch.float32)) for x in (keys, values))
-            keys, values = (cast(torch.Tensor, x) for x in int8_kv)
+        keys = empty_kv(size, self.dtype, self.device, is_keys=True, transposed=self._config.transposed_keys)
+        values = empty_kv(size, self.dtype, self.device, is_keys=False)
         return (keys.zero_(), values.zero_()) if self.shape.padded else (keys, values)
 
     @property
@@ -399,12 +395,3 @@ class KVStore:
             states.truncate(slot, length)
         self.lengths[slot] = length
         self.num_unverified[slot] = 0
-
-
-def empty_transposed(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns an uninitialized tensor of ``size`` (..., rows, dim), whose layout in memory is (..., dim, rows)."""
-    *outer, rows, dim = size
-    # Each row in memory begins on a cache line, because a vector load across two lines costs two accesses.
-    per_line = _CACHE_LINE // dtype.itemsize
-    transposed = torch.empty((*outer, dim, -(-rows // per_line) * per_line), dtype=dtype, device=device)
-    return transposed[..., :rows].transpose(-1, -2)

@@ -20,6 +20,7 @@ from longdraft.model.model_parts import context_length, decoder_config, decoder_
 from longdraft.model.quant import external
 from longdraft.model.quant.stored import StoredWeights, weight_shape
 from longdraft.model.rope import rope_parameters, rope_type
+from longdraft.native.quantized_kv import INT4
 
 if TYPE_CHECKING:
     from longdraft.model.runner import TargetRunner
@@ -163,7 +164,7 @@ def check_kv_dtype(runner: TargetRunner, option: str, dtype: torch.dtype) -> Non
     for_view, shape, device = option == "view_dtype", runner.kv_shape, runner.device
     if runner.offload is not None and not for_view:
         reason = "offloaded KV has the model's dtype"
-    elif dtype == shape.dtype or runner.can_round_kv:
+    elif dtype == shape.dtype or (runner.can_round_kv and not (dtype == INT4 and shape.padded)):
         return
     elif shape.padded:
         reason = "the model has keys and values of several sizes"

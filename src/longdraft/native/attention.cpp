@@ -34,7 +34,7 @@ struct TreePaths {
 };
 
 // Returns the number of floats that attend_tail needs: for blocks of scores in storage order, a block of scores in path order, a block of
-// weights in storage order, and transposed keys.
+// weights in storage order, and a block of keys or values.
 int64_t tail_size(int64_t rows, int64_t d, int64_t n_tree_keys) {
   return BLOCK * (round_up_rows(rows) * ((BLOCK + n_tree_keys + BLOCK - 1) / BLOCK + 2) + d);
 }
@@ -45,7 +45,7 @@ int64_t tail_size(int64_t rows, int64_t d, int64_t n_tree_keys) {
 void accumulate_pv_tail(const AttentionInput &in, const KVHead &head_kv, int64_t tree_start, int64_t first_key, int64_t n_unseen,
                         int64_t n_prefix, const TreePaths &paths, int64_t first_rank, float *p) {
   const int64_t n_shared = n_prefix / bf16::TILE_DEPTH * bf16::TILE_DEPTH, heads = in.rows / paths.n_tokens;
-  if (n_unseen < n_shared) accumulate_pv_block(in, head_kv, first_key, n_unseen, n_shared, p);
+  if (n_unseen < n_shared) accumulate_pv_block(in, head_kv, first_key, n_unseen, n_shared, p, nullptr);
   static thread_local Scratch scratch;
   float *token_out = scratch.get(round_up_rows(heads) * (in.d + BLOCK)), *weights = token_out + round_up_rows(heads) * in.d;
   const BFloat16 *v = static_cast<BFloat16 *>(head_kv.v);
@@ -105,7 +105,7 @@ void attend_tail(const AttentionInput &in, const KVHead &head_kv, int64_t tail_s
       accumulate_pv_tail(in, head_kv, tail_start + n_tail_prefix, first_key, n_unseen, n_prefix, paths, first_rank, path_scores);
       continue;
     }
-    if (n_unseen < n_prefix) accumulate_pv_block(in, head_kv, first_key, n_unseen, n_prefix, path_scores);
+    if (n_unseen < n_prefix) accumulate_pv_block(in, head_kv, first_key, n_unseen, n_prefix, path_scores, kt);
     // Values of the tree are read in storage order, once for all rows. Keys that a row does not see get weight 0, which changes no bit.
     for (int64_t first = 0; first < paths.n_keys; first += BLOCK) {
       const int64_t count = std::min(BLOCK, paths.n_keys - first);
@@ -117,7 +117,7 @@ void attend_tail(const AttentionInput &in, const KVHead &head_kv, int64_t tail_s
           if (key >= 0 && key < count) weights[r * BLOCK + key] = path_scores[r * BLOCK + n_prefix + rank - first_rank];
         }
       }
-      accumulate_pv_block(in, head_kv, tail_start + n_tail_prefix + first, 0, count, weights);
+      accumulate_pv_block(in, head_kv, tail_start + n_tail_prefix + first, 0, count, weights, kt);
     }
   }
 }

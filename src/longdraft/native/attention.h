@@ -247,7 +247,7 @@ void cap_scores(float *s, int64_t rows, int64_t n_keys, float softcap) {
   }
 }
 
-// Computes the scores s (rows, BLOCK) of keys [first_key, first_key + n_keys). kt: memory for transposed keys.
+// Computes the scores s (rows, BLOCK) of keys [first_key, first_key + n_keys). kt: memory for a block of transposed keys.
 void score_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, int64_t n_keys, float *s, float *kt) {
   const auto score_keys = [&](auto *kt, int64_t kt_stride, int64_t block_distance) {
     const int64_t element = sizeof *kt;
@@ -265,6 +265,9 @@ void score_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, 
   } else if (kv.dtype == KVDtype::FLOAT32 && kv.k_row_stride != 1) {
     transpose_block(static_cast<float *>(kv.k) + first_key * kv.k_row_stride, kv.k_row_stride, n_keys, in.d, kt);
     score_keys(kt, BLOCK, 0);
+  } else if (kv.dtype == KVDtype::INT4) {
+    dequantize_int4_keys<BLOCK>(static_cast<byte *>(kv.k) + first_key, kv.k_dim_stride, in.d, n_keys, kt);
+    score_keys(kt, BLOCK, 0);
   } else {
     dispatch_dtype(kv.k, kv.dtype, [&](auto *k) { score_keys(k + first_key, kv.k_dim_stride, BLOCK); });
   }
@@ -273,22 +276,28 @@ void score_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, 
 }
 
 // Adds the weighted values of keys [first_key + from, first_key + n_keys) to part.out. p (rows, BLOCK) has the weights of keys from
-// first_key on, and is overwritten.
-void accumulate_pv_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, int64_t from, int64_t n_keys, float *p) {
+// first_key on, and is overwritten. block: memory for a block of values.
+void accumulate_pv_block(const AttentionInput &in, const KVHead &kv, int64_t first_key, int64_t from, int64_t n_keys, float *p,
+                         float *block) {
   if (HAVE_AMX && in.bf16) {
     const BFloat16 *v = static_cast<BFloat16 *>(kv.v) + first_key * kv.v_row_stride;
     return bf16::accumulate_pv(p, BLOCK, in.rows, v, kv.v_row_stride, from, n_keys, in.d, in.part.out);
   }
   first_key += from, n_keys -= from, p += from;
-  if (kv.v_scale) scale_keys(p, in.rows, n_keys, kv.v_scale + first_key);
-  dispatch_dtype(kv.v, kv.dtype, [&](auto *values) {
-    auto *v = values + first_key * kv.v_row_stride;
+  const auto accumulate = [&](const auto *v, int64_t row_stride, int64_t block_distance) {
     for_each_row_group(in.rows, [&](auto R, int64_t r, auto prefetch_range_of) {
-      const int64_t row_bytes = kv.v_row_stride * static_cast<int64_t>(sizeof *v);
-      const PrefetchRange prefetch_range = prefetch_range_of(address_of(v) + BLOCK * row_bytes, row_bytes, n_keys);
-      accumulate_pv_rows<R.value>(p + r * BLOCK, n_keys, v, kv.v_row_stride, prefetch_range, in.part.out + r * in.d, in.d);
+      const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof *v);
+      const PrefetchRange prefetch_range = prefetch_range_of(address_of(v) + block_distance * row_bytes, row_bytes, n_keys);
+      accumulate_pv_rows<R.value>(p + r * BLOCK, n_keys, v, row_stride, prefetch_range, in.part.out + r * in.d, in.d);
     });
-  });
+  };
+  void *v = kv_element(kv.v, kv.dtype, first_key * kv.v_row_stride);
+  if (kv.dtype == KVDtype::INT4) {
+    dequantize_int4_values(static_cast<byte *>(v), kv.v_row_stride, in.d, n_keys, block);
+    return accumulate(block, in.d, 0);
+  }
+  if (kv.v_scale) scale_keys(p, in.rows, n_keys, kv.v_scale + first_key);
+  dispatch_dtype(v, kv.dtype, [&](auto *values) { accumulate(values, kv.v_row_stride, BLOCK); });
 }
 
 // Masks the keys before each row's window. s (rows, BLOCK): scores of n_keys keys from rank first_key on. Row r belongs to token
@@ -312,7 +321,7 @@ inline void attend_block(const AttentionInput &in, const KVHead &kv, int64_t fir
   score_block(in, kv, first_key + n_skipped, n_keys - n_skipped, s + n_skipped, kt);
   mask(s, first_key, n_keys);
   online_softmax_update(s, in.rows, n_keys, in.d, in.part);
-  accumulate_pv_block(in, kv, first_key, n_unseen, n_keys, s);
+  accumulate_pv_block(in, kv, first_key, n_unseen, n_keys, s, kt);
 }
 
 // Returns the number of floats of a PartialAttention.

@@ -29,10 +29,14 @@ inline void check(Status status) {
 // Prompts of more tokens than this use longdraft_attend_prefill, and several threads between matrix products.
 constexpr std::int64_t FEW_TOKENS = 32;
 
+// The KV cache's INT4 (int4_kv.h): pairs of numbers of a key in eight bits, and pairs of numbers that share a scale.
+constexpr std::int64_t INT4_SLOW_PAIRS = 16;
+constexpr std::int64_t INT4_GROUP_PAIRS = 16;
+
 extern "C" {
 
-// Element types of the KV cache.
-enum class KVDtype : std::int64_t { FLOAT32, BFLOAT16, INT8 };
+// Element types of the KV cache. The elements of INT4 are bytes.
+enum class KVDtype : std::int64_t { FLOAT32, BFLOAT16, INT8, INT4 };
 
 // A linear layer, y = x w^T + bias for x (rows, n_in): its weight matrix, its bias, and the memory for its outputs.
 struct Matrix {

@@ -29,7 +29,7 @@ from longdraft.native.build import (
 )
 from longdraft.native.draft import DraftBlock, DraftLevelInput
 from longdraft.native.header import FUNCTIONS, STATUSES, STRUCTURES, Pointer
-from longdraft.native.int8_kv import KV_DTYPE_IDS, KVPair, KVTensor
+from longdraft.native.quantized_kv import KV_DTYPE_IDS, KVPair, KVTensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 from longdraft.native.structures import (
     AttentionMetadata,

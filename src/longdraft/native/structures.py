@@ -11,7 +11,7 @@ import torch
 
 from longdraft.native.boundary import address
 from longdraft.native.header import CONSTANTS, ELEMENTS, ENUMS, STRUCTURES, Int64
-from longdraft.native.int8_kv import KV_DTYPE_IDS, Int8KV, KVTensor
+from longdraft.native.quantized_kv import KV_DTYPE_IDS, Int4KV, Int8KV, KVTensor
 from longdraft.native.quantized_matrix import QuantizedMatrix
 
 # A linear layer: its weight (out, in), float32 or quantized, and its bias (out,) or None.
@@ -69,14 +69,18 @@ def kv_struct(keys: KVTensor, values: KVTensor) -> ctypes.Structure:
     """Returns the structure KVCache of keys and values (layers, slots, num_kv_heads, capacity, head_dim), of a dtype in
     :data:`KV_DTYPE_IDS`."""
     struct = KVCache(dtype=KV_DTYPE_IDS[keys.dtype])
+    if keys.shape != values.shape:
+        raise TypeError(f"values must be shaped like keys {keys.shape}; got {values.shape}")
     if isinstance(keys, Int8KV) and isinstance(values, Int8KV):
         struct.k_scale, struct.v_scale = (address(x.scales, strided_rows=True) for x in (keys, values))
         struct.scale_layer_stride, struct.scale_slot_stride, struct.scale_head_stride, _ = keys.scales.stride()
         keys, values = keys.quants, values.quants
+    elif isinstance(keys, Int4KV) and isinstance(values, Int4KV):
+        keys, values = keys.data, values.data
     assert isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
     k, v = keys.stride(), values.stride()
-    if keys.shape != values.shape or (v[4] != 1 and values is not keys):
-        raise TypeError(f"values must be contiguous, shaped like keys {keys.shape}; got {values.shape}, strides {v}")
+    if v[4] != 1 and values is not keys:
+        raise TypeError(f"values must be contiguous; got strides {v}")
     rows = [x if x.stride(4) == 1 else x.mT for x in (keys, values)]
     struct.k, struct.v = (address(x, keys.dtype, strided_rows=True) for x in rows)
     struct.k_layer_stride, struct.k_slot_stride, struct.k_head_stride, struct.k_row_stride, struct.k_dim_stride = k

@@ -134,7 +134,7 @@ template <typename E> void copy_keys(const KVHead &source, const KVHead &view, i
   }
 }
 
-// Copies keys to a view of another dtype entry by entry, because an int8 scale depends on all dimensions of an entry.
+// Copies keys to a view of another dtype entry by entry, because a scale depends on several dimensions of an entry.
 template <typename E> void quantize_keys(const KVHead &source, const KVHead &view, int64_t d, const std::vector<CopyRange> &ranges) {
   constexpr int64_t ENTRIES_AT_A_TIME = 64;  // so that each read of a dimension uses whole cache lines
   static thread_local Scratch scratch;
@@ -147,12 +147,7 @@ template <typename E> void quantize_keys(const KVHead &source, const KVHead &vie
         const E *keys = k + i * source.k_dim_stride + (p.from + a) * source.k_row_stride;
         for (int64_t j = 0; j < count; j++) rows[j * d + i] = load_scalar(keys + j * source.k_row_stride);
       }
-      for (int64_t j = 0; j < count; j++) {
-        const int64_t row = p.to + a + j;
-        dispatch_dtype(view.k, view.dtype, [&](auto *to) {
-          quantize(rows + j * d, d, to + row * view.k_row_stride, view.k_dim_stride, view.k_scale + row);
-        });
-      }
+      for (int64_t j = 0; j < count; j++) write_key(view, p.to + a + j, rows + j * d, d);
     }
   }
 }
@@ -165,9 +160,8 @@ template <typename E> void copy_ranges(const KVHead &source, const KVHead &view,
   const auto *v = static_cast<const E *>(source.v);
   for (const CopyRange &p : ranges) {
     for (int64_t j = 0; j < p.count; j++) {
-      const int64_t row = p.to + j;
       for (int64_t i = 0; i < d; i++) value[i] = load_scalar(v + (p.from + j) * source.v_row_stride + i);
-      dispatch_dtype(view.v, view.dtype, [&](auto *to) { quantize(value, d, to + row * view.v_row_stride, 1, view.v_scale + row); });
+      write_value(view, p.to + j, value, d);
     }
   }
 }

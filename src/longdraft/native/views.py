@@ -9,8 +9,8 @@ import torch
 
 from longdraft.native.boundary import CPU_INT64, address
 from longdraft.native.header import ENUMS
-from longdraft.native.int8_kv import KVPair
 from longdraft.native.library import Kernels
+from longdraft.native.quantized_kv import KVPair
 from longdraft.native.structures import kv_struct, make_struct
 
 SCORERS = tuple(name.lower().replace("_", "-") for name in ENUMS["Scorer"])  # mean-key, minmax, quest, tokens, ...

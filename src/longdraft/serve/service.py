@@ -241,7 +241,7 @@ def _resolve_context(
     if context > model_context:
         raise RequestError(f"--context {context}: the model's context holds {model_context} (--rope-factor: more).")
     # kv_dtype, in which the KV is stored, may be smaller than the dtype of kv_shape.
-    bytes_per_token = runner.kv_shape.bytes_per_token * runner.kv_dtype.itemsize // runner.kv_shape.dtype.itemsize
+    bytes_per_token = replace(runner.kv_shape, dtype=runner.kv_dtype).bytes_per_token
     free_bytes = memory_info.available_bytes(runner.device)
     if free_bytes is None or runner.offload is not None:  # the limit is unknown, or the KV is not on the device
         max_tokens = model_context

@@ -17,7 +17,7 @@ import torch
 
 from longdraft.attention.transfer import to_device
 from longdraft.memory.store import KVStore
-from longdraft.native.int8_kv import KVTensor
+from longdraft.native.quantized_kv import KVTensor
 from longdraft.native.views import SUMMARY_SCORERS
 from longdraft.views.scorers import SCORERS
 from longdraft.views.summaries import ChunkSummaries, layer_groups, slot_kv, view_kernels

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from longdraft.memory.store import KVStore, empty_transposed
+from longdraft.memory.kv_tensors import empty_transposed
+from longdraft.memory.store import KVStore
 from longdraft.native import kernels
 from longdraft.native.library import HEAD_DIM_MULTIPLE
 from longdraft.native.views import ViewKernels

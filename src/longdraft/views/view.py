@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.native.quantized_kv import INT4
 from longdraft.options import whole_number
 from longdraft.views.scorers import SCORERS, CandidateChunks, score_chunks
 
 # Value of the option view_dtype -> dtype to which the keys and values of a view are rounded.
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": INT4}
 # A view that grows with the context selects one in so many of its entries (SpecPV's are 2K to 8K of up to 60K).
 SELECTED_SHARE = 8
 

@@ -73,7 +73,7 @@ def test_every_tensor_of_a_run_has_its_dtype_and_device_said() -> None:
 def test_every_address_for_a_kernel_is_checked() -> None:
     for path in (SOURCES / "native").glob("*.py"):
         # Int8KV passes on the address of its numbers for comparisons.
-        if path.name not in ("boundary.py", "int8_kv.py"):
+        if path.name not in ("boundary.py", "quantized_kv.py"):
             assert "data_ptr" not in path.read_text(encoding="utf-8"), path.name
 
 

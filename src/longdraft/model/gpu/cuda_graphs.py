@@ -40,7 +40,7 @@ from longdraft.model.gpu.captured_forwards import (
     RoundInputs,
     TargetGraph,
 )
-from longdraft.native.int8_kv import Int8KV, KVTensor
+from longdraft.native.quantized_kv import Int8KV, KVTensor
 
 logger = logging.getLogger("longdraft")
 

@@ -20,8 +20,8 @@ from longdraft.model.model_parts import decoder_config, decoder_layers, decoder_
 from longdraft.model.rope import NO_ROTATION, CosSin, rotary_module, takes_layer_type
 from longdraft.native import AttentionMetadata, DecoderLayer
 from longdraft.native.boundary import CPU_FLOAT32
-from longdraft.native.int8_kv import KVTensor
 from longdraft.native.library import HEAD_DIM_MULTIPLE
+from longdraft.native.quantized_kv import KVTensor
 from longdraft.native.structures import FEW_TOKENS, LinearWeights, Norm
 
 # The linear layers in the attention module and the MLP, in the kernels' order.

@@ -1,0 +1,217 @@
+"""KV caches in int8 and int4, which behave like tensors wherever entries are read and written.
+
+An entry is a head's key or value of one token. It is quantized by itself, so that its bits do not depend on the other
+tokens of a forward, and quantizing a dequantized entry changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+
+from longdraft.native.header import CONSTANTS, ENUMS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# torch dtype of a KV cache that kernels can read -> its number in the enumeration KVDtype.
+KV_DTYPE_IDS = {getattr(torch, name.lower()): number for name, number in ENUMS["KVDtype"].items()}
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotations lack it
+# In int4: pairs of numbers of a key that stay in eight bits, and pairs of numbers that share a scale.
+SLOW_PAIRS, GROUP_PAIRS = CONSTANTS["INT4_SLOW_PAIRS"], CONSTANTS["INT4_GROUP_PAIRS"]
+
+
+class QuantizedKV:
+    """Stands in for a tensor (..., entries, head_dim) of keys or values. Supports a tensor's indexing and copying.
+
+    Attributes:
+        dtype: the name of the format, as a dtype.
+        shape: (..., entries, head_dim).
+    """
+
+    dtype: ClassVar[torch.dtype]
+    shape: torch.Size
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+        self.device, self.stride = tensors[0].device, tensors[0].stride
+
+    def _like(self, *tensors: torch.Tensor) -> Self:
+        """Returns an object of the same format with other entries."""
+        return type(self)(*tensors)
+
+    def _quantize_like(self, x: torch.Tensor) -> Self:
+        """Quantizes floats (..., entries, head_dim) to this format."""
+        raise NotImplementedError
+
+    def _indices(self, index: Any) -> Iterator[Any]:
+        """Yields an index of the entries as an index of each tensor."""
+        raise NotImplementedError
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a dequantized tensor."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Self:
+        return self._like(*(x[i] for x, i in zip(self._tensors, self._indices(index), strict=True)))
+
+    def __setitem__(self, index: Any, entries: torch.Tensor | QuantizedKV) -> None:
+        if not isinstance(entries, type(self)):
+            entries = self._quantize_like(entries if isinstance(entries, torch.Tensor) else entries.to(torch.float32))
+        for x, new, i in zip(self._tensors, entries._tensors, self._indices(index), strict=True):
+            x[i] = new
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Applies a function that moves entries to each tensor (..., entries, size). It keeps the last dimension."""
+        return self._like(*map(fn, self._tensors))
+
+    def index_select(self, dim: int, index: torch.Tensor) -> Self:
+        """Does Tensor.index_select(); ``dim`` must be neither negative nor the last dimension."""
+        return self.map(lambda x: x.index_select(dim, index))
+
+    def transpose(self, first: int, second: int) -> Self:
+        """Does Tensor.transpose(); neither dimension may be negative or the last."""
+        return self.map(lambda x: x.transpose(first, second))
+
+    def data_ptr(self) -> int:
+        return self._tensors[0].data_ptr()
+
+    def zero_(self) -> Self:
+        return self.map(torch.Tensor.zero_)
+
+
+class Int8KV(QuantizedKV):
+    """Keys or values in int8. An entry is scale * quants, where scale = the entry's largest magnitude / 127. The last
+    dimension can be indexed by slices only, because a part of an entry keeps the entry's scale.
+
+    Args:
+        quants: the quantized numbers (..., entries, head_dim), int8.
+        scales: the scale of each entry (..., entries), float32.
+    """
+
+    dtype = torch.int8
+
+    def __init__(self, quants: torch.Tensor, scales: torch.Tensor) -> None:
+        super().__init__(quants, scales)
+        self.quants, self.scales, self.shape = quants, scales, quants.shape
+
+    @classmethod
+    def quantize(cls, x: torch.Tensor) -> Int8KV:
+        """Quantizes floats (..., entries, head_dim). A NaN or infinite number makes its scale not finite."""
+        x = x.float()
+        # The divisor is a tensor, because on a GPU torch replaces division by a Python number by a multiplication.
+        scales = x.abs().amax(-1) / torch.full((), 127.0, dtype=torch.float32, device=x.device)
+        tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0 in entries of zeros
+        return cls((x / scales.clamp_min(tiny)[..., None]).round_().to(torch.int8), scales)
+
+    def _quantize_like(self, x: torch.Tensor) -> Int8KV:
+        return self.quantize(x)
+
+    def _indices(self, index: Any) -> Iterator[Any]:
+        yield index
+        has_last = isinstance(index, tuple) and len(index) == self.quants.ndim
+        yield index[:-1] if has_last else index  # scales have no last dimension
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        return (self.quants * self.scales[..., None]).to(dtype)
+
+
+class Int4KV(QuantizedKV):
+    """Keys or values in about four bits, in the format of native/int4_kv.h.
+
+    Args:
+        data: the bytes of each entry (..., entries, bytes), uint8.
+        head_dim: d.
+        is_keys: True for keys, whose slowest pairs are in eight bits.
+    """
+
+    dtype = INT4
+
+    def __init__(self, data: torch.Tensor, head_dim: int, is_keys: bool) -> None:
+        super().__init__(data)
+        self.data, self.head_dim, self.is_keys = data, head_dim, is_keys
+        self.shape = torch.Size((*data.shape[:-1], head_dim))
+
+    @staticmethod
+    def bytes_of(head_dim: int, is_keys: bool) -> int:
+        """Returns the bytes of an entry."""
+        slow_pairs = _slow_pairs(head_dim, is_keys)
+        packed = head_dim // 2 - slow_pairs
+        return packed + 2 * slow_pairs + 2 * (-(-packed // GROUP_PAIRS) + (slow_pairs > 0))
+
+    @classmethod
+    def quantize(cls, x: torch.Tensor, is_keys: bool) -> Int4KV:
+        """Quantizes floats (..., entries, d) with an even d. A NaN or infinite number makes its scale not finite."""
+        x, head_dim = x.float(), x.shape[-1]
+        half, slow_pairs = head_dim // 2, _slow_pairs(head_dim, is_keys)
+        packed, slow = half - slow_pairs, x.new_empty(0)
+        codes, scales = list[torch.Tensor](), list[torch.Tensor]()
+        for start in range(0, packed, GROUP_PAIRS):
+            end = min(start + GROUP_PAIRS, packed)
+            pairs = torch.stack([x[..., start:end], x[..., half + start : half + end]], -2)  # (..., 2, pairs)
+            largest, smallest = pairs.amax((-2, -1)), pairs.amin((-2, -1))
+            scale = _cut_scale(torch.where(largest >= -smallest, largest, smallest) / -8)
+            low, high = (_divide(pairs, scale[..., None, None]).clamp_(-8, 7) + 8).to(torch.uint8).unbind(-2)
+            codes.append(low | high << 4)
+            scales.append(scale)
+        if slow_pairs:
+            slow = torch.cat([x[..., packed:half], x[..., half + packed :]], -1)
+            scale = _cut_scale(slow.abs().amax(-1) / 127)
+            codes.append(_divide(slow, scale[..., None]).clamp_(-127, 127).to(torch.int8).view(torch.uint8))
+            scales.append(scale)
+        bits = torch.stack(scales, -1).view(torch.int32) >> 16
+        scale_bytes = torch.stack([bits, bits >> 8], -1).bitwise_and_(255).to(torch.uint8).flatten(-2)
+        return cls(torch.cat([*codes, scale_bytes], -1), head_dim, is_keys)
+
+    def _like(self, *tensors: torch.Tensor) -> Int4KV:
+        return Int4KV(tensors[0], self.head_dim, self.is_keys)
+
+    def _quantize_like(self, x: torch.Tensor) -> Int4KV:
+        return self.quantize(x, self.is_keys)
+
+    def _indices(self, index: Any) -> Iterator[Any]:
+        if isinstance(index, tuple) and len(index) == self.data.ndim and index[-1] != slice(None):
+            raise IndexError("entries in int4 are read and written as a whole")
+        yield index
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        half, slow_pairs = self.head_dim // 2, _slow_pairs(self.head_dim, self.is_keys)
+        packed = half - slow_pairs
+        codes, slow, scale_bytes = self.data.tensor_split([packed, packed + 2 * slow_pairs], -1)
+        scale_bits = scale_bytes.int().unflatten(-1, (-1, 2))
+        scales = ((scale_bits[..., 0] | scale_bits[..., 1] << 8) << 16).view(torch.float32)
+        pair_scales = scales.repeat_interleave(GROUP_PAIRS, -1)[..., :packed]
+        low, high = ((x.float() - 8) * pair_scales for x in (codes & 15, codes >> 4))
+        slow_first, slow_second = (slow.contiguous().view(torch.int8) * scales[..., -1:]).chunk(2, -1)
+        return torch.cat([low, slow_first, high, slow_second], -1).to(dtype)
+
+
+def _slow_pairs(head_dim: int, is_keys: bool) -> int:
+    """Returns the number of pairs in eight bits."""
+    return min(SLOW_PAIRS, head_dim // 4) if is_keys else 0
+
+
+def _cut_scale(scales: torch.Tensor) -> torch.Tensor:
+    """Cuts scales to bfloat16, towards zero, so that the largest number of a group keeps its code when it is quantized
+    again."""
+    return (scales.view(torch.int32) & -65536).view(torch.float32)
+
+
+def _divide(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns x / scales, rounded to integers. Groups whose scale is 0 or subnormal become zeros."""
+    tiny = torch.finfo(torch.float32).tiny
+    return (x / torch.where(scales.abs() < tiny, torch.ones_like(scales), scales)).round_().nan_to_num_()
+
+
+KVTensor: TypeAlias = torch.Tensor | QuantizedKV
+KVPair: TypeAlias = tuple[KVTensor, KVTensor]  # keys and values
+
+
+def entry_bytes(dtype: torch.dtype, head_dim: int) -> int:
+    """Returns the bytes of an entry's key and value in a KV cache of a dtype, with their scales."""
+    if dtype == INT4:
+        return Int4KV.bytes_of(head_dim, True) + Int4KV.bytes_of(head_dim, False)
+    scale_bytes = torch.float32.itemsize if dtype == torch.int8 else 0
+    return 2 * (head_dim * dtype.itemsize + scale_bytes)
