@@ -47,7 +47,7 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(tmp_path, cas
     ("kv_dtype", "model_type", "most"),
     [
         *((kv_dtype, name, 0.1) for kv_dtype in ("bfloat16", "int8") for name in ("llama", "deepseek_v3")),
-        ("int4", "llama", 1.6),  # a sixteenth of the steps,
+        ("int4", "llama", 1.6),  # its steps are 16 times as large as those of int8
     ],
 )  # deepseek_v3: keys are wider than values
 def test_its_logits_are_near_the_models_own(kv_dtype, model_type, most):

@@ -132,6 +132,7 @@ VARIANTS = {
     },
     "quantspec": Case("quantspec"),
     "quantspec lookup": Case("quantspec", None, {"lookup": True, "view_dtype": "bfloat16", "widths": (3, 2)}),
+    "quantspec int4": Case("quantspec", None, {"view_dtype": "int4"}),
     "triforce int8": Case("triforce", "small-lm", TRIFORCE | {"view_dtype": "int8"}),
     "tokenswift heads": Case("tokenswift", "tokenswift", HEADS_ALONE),
     "tokenswift heads opt": Case("tokenswift", "tokenswift", {**HEADS_ALONE, "tree": "opt", "nodes": 6}),

@@ -31,7 +31,9 @@ def quality(
     ] = "minmax",
     kv_dtype: Annotated[
         str | None,
-        typer.Option(help="Also measure a KV cache in bfloat16, int8, or bfloat16,int8.", show_default="neither"),
+        typer.Option(
+            help="Also measure a KV cache in bfloat16, int8 or int4; several by commas.", show_default="none of them"
+        ),
     ] = None,
     drafter: Annotated[
         str | None, typer.Option(help="Method whose drafter is used.", show_default="the first that has a draft")
