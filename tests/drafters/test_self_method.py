@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from longdraft import Sampling, Speculator
-from longdraft.drafters.self_drafter import SelfDrafter, SelfOptions
+from longdraft.drafters.self_drafter import UNLIMITED, SelfDrafter, SelfOptions
 from longdraft.engine.loop import Engine
 from longdraft.engine.sampler import Sampler
 from longdraft.engine.sequence import Sequence
 from longdraft.engine.specpv import SpecPV, SpecPVOptions
 from longdraft.errors import MemoryBudgetError
 from longdraft.model.runner import TargetRunner
+from longdraft.native.quantized_kv import INT4
 from tests.support.events import run_to_end
 from tests.support.tiny import tiny_model
 
@@ -33,6 +34,25 @@ def test_a_view_of_everything_is_always_right(view):
     plain = Speculator("ar", target=model).generate(PROMPTS[1:], max_new_tokens=13)
     assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert [r.mean_accepted_length for r in results] == [4.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "dtype"),
+    [
+        ({}, 2048, torch.int8),
+        ({"view_dtype": "int4"}, 2048, INT4),  # one option leaves the other's default alone
+        ({"view_dtype": "float32"}, 2048, torch.float32),
+        ({"budget": 100}, 100, torch.int8),
+        ({"view": "snapkv"}, 512, torch.float32),
+        ({"view": "all"}, UNLIMITED, torch.int8),
+    ],
+    ids=str,
+)
+def test_the_defaults_of_a_view(options, size, dtype):
+    drafter = SelfDrafter(**options)
+    runner = TargetRunner(tiny_model(vocab=11, dtype=torch.float32))
+    drafter.bind(runner, runner.new_store(1, 64))
+    assert (drafter.view.size, drafter.cache.store.dtype) == (size, dtype)
 
 
 @pytest.mark.parametrize("length", [5, 65, 129])

@@ -178,7 +178,7 @@ SCALE_BYTES = 2 * SHAPE.layers * SHAPE.kv_heads * 4096 * 4
         ("transposed", [KV_BYTES + FEATURE_BYTES]),
         ("bfloat16", [KV_BYTES // 2 + FEATURE_BYTES]),
         ("int8", [KV_BYTES // 4 + SCALE_BYTES + FEATURE_BYTES]),
-        ("int4", [SHAPE.layers * SHAPE.kv_heads * 4096 * (16 + 10) + FEATURE_BYTES]),
+        ("int4", [SHAPE.layers * SHAPE.kv_heads * 4096 * (17 + 10) + FEATURE_BYTES]),
         ("host", [KV_BYTES, KV_BYTES // 3 * 2 + FEATURE_BYTES]),
     ],
 )

@@ -88,7 +88,7 @@ RESELECT_INTERVALS, DEFAULT_INTERVAL = {"snapkv": 16}, 8
 # entries; what each doubling of the 512 entries adds; and the upper bound of that sum.
 FULL_ACCEPTANCE, BASE_ACCEPTANCE, ACCEPTANCE_PER_DOUBLING, MAX_ACCEPTANCE = 0.95, 0.4, 0.225, 0.85
 QUANTIZED_ACCEPTANCE = 0.9  # of a view that holds the whole context, if the copy is much cheaper than the model
-ATTENTION_BUDGET = 2048  # default budget of view=attention with an int8 view (docs/self-drafting.md)
+ATTENTION_BUDGET = 2048  # default budget of view=attention (docs/self-drafting.md)
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,11 @@ class SelfDrafter(TreeDrafter):
         view = config.view
         dtype = "int8" if view == "all" and config.view_dtype is None else config.view_dtype
         self.view_dtype, self._draft_weights = parse_dtype(dtype), config.draft_weights
-        # With default options, view=attention is in int8 if the target's kernels can round KV (see :meth:`bind`).
-        self._prefers_int8 = view == "attention" and config.budget is None and config.view_dtype is None
-        sized_view = (replace(config, budget=ATTENTION_BUDGET) if self._prefers_int8 else config).make_view()
+        # By default view=attention is in int8 if the target's kernels can round KV (see :meth:`bind`).
+        self._prefers_int8 = view == "attention" and config.view_dtype is None
+        if view == "attention" and config.budget is None:
+            config = replace(config, budget=ATTENTION_BUDGET)
+        sized_view = config.make_view()
         self.view = replace(sized_view, max_new=max(MIN_NEW_TOKENS, sized_view.size // NEW_TOKENS_DIVISOR))
         interval = RESELECT_INTERVALS.get(view, DEFAULT_INTERVAL) if config.refresh is None else config.refresh
         self.timer = ReselectionTimer(interval, self.view.num_queries)

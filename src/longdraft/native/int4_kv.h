@@ -3,7 +3,9 @@
 // too, are in four bits; the scale of INT4_GROUP_PAIRS pairs is their number of the largest magnitude / -8, as in ggml's Q4_0.
 //
 // The bytes of an entry: one for each pair in four bits (the first number in the lower half, from 0 to 15 for -8 to 7); the first and then
-// the second numbers of slow pairs, int8; then scales in bfloat16, of each group and of the slow pairs.
+// the second numbers of slow pairs, int8; then scales: the two upper bytes of a float for each group, and the three upper bytes of one for
+// the slow pairs, whose largest number keeps its precision. Scales are cut, not rounded, so that a group's largest number keeps its code
+// when it is quantized again.
 #pragma once
 
 #include "kernels.h"
@@ -16,6 +18,8 @@ namespace {
 
 using std::int64_t;
 
+constexpr int GROUP_SCALE_BYTES = 2, SLOW_SCALE_BYTES = 3;
+
 struct Int4Layout {
   int64_t half, n_packed, n_slow;  // pairs: all, in four bits, in eight bits
 
@@ -24,27 +28,30 @@ struct Int4Layout {
 
   // Calls f(first pair, end, byte of the scale) for each group of pairs in four bits.
   template <typename Fn> void for_each_group(const Fn &f) const {
-    for (int64_t first = 0, scale = n_packed + 2 * n_slow; first < n_packed; first += INT4_GROUP_PAIRS, scale += 2) {
+    for (int64_t first = 0, scale = n_packed + 2 * n_slow; first < n_packed;
+         first += INT4_GROUP_PAIRS, scale += GROUP_SCALE_BYTES) {
       f(first, std::min<int64_t>(first + INT4_GROUP_PAIRS, n_packed), scale);
     }
   }
 
-  int64_t slow_scale() const { return n_packed + 2 * n_slow + 2 * ((n_packed + INT4_GROUP_PAIRS - 1) / INT4_GROUP_PAIRS); }
+  int64_t slow_scale() const {
+    return n_packed + 2 * n_slow + GROUP_SCALE_BYTES * ((n_packed + INT4_GROUP_PAIRS - 1) / INT4_GROUP_PAIRS);
+  }
 };
 
-// Cuts a scale to bfloat16, towards zero, writes its bytes, and returns what to divide by. A group whose scale is 0 becomes zeros.
-inline float write_int4_scale(float scale, byte *to, int64_t stride) {
+// Writes the BYTES upper bytes of a scale, and returns what to divide by. A group whose scale is 0 becomes zeros.
+template <int BYTES> inline float write_int4_scale(float scale, byte *to, int64_t stride) {
   std::uint32_t bits;
   std::memcpy(&bits, &scale, sizeof bits);
-  bits &= 0xffff0000;
-  to[0] = static_cast<byte>(bits >> 16);
-  to[stride] = static_cast<byte>(bits >> 24);
+  bits &= ~0u << (32 - 8 * BYTES);
+  for (int b = 0; b < BYTES; b++) to[b * stride] = static_cast<byte>(bits >> (32 - 8 * (BYTES - b)));
   std::memcpy(&scale, &bits, sizeof scale);
   return std::abs(scale) < std::numeric_limits<float>::min() ? 1.0f : scale;
 }
 
-inline float int4_scale(byte low, byte high) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(low) << 16 | static_cast<std::uint32_t>(high) << 24;
+template <int BYTES> inline float int4_scale(const byte *from, int64_t stride) {
+  std::uint32_t bits = 0;
+  for (int b = 0; b < BYTES; b++) bits |= static_cast<std::uint32_t>(from[b * stride]) << (32 - 8 * (BYTES - b));
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return scale;
@@ -66,7 +73,7 @@ inline void quantize_int4(const float *x, const Int4Layout &layout, byte *to, in
       sum += x[i] * 0 + second[i] * 0;  // NaN if x is not finite, else 0
     }
     const float scale = (largest >= -smallest ? largest : smallest) / -8 + sum;
-    const float divisor = write_int4_scale(scale, to + scale_at * stride, stride);
+    const float divisor = write_int4_scale<GROUP_SCALE_BYTES>(scale, to + scale_at * stride, stride);
     for (int64_t i = first; i < end; i++) {
       const int low = int4_code(x[i] / divisor, -8, 7) + 8, high = int4_code(second[i] / divisor, -8, 7) + 8;
       to[i * stride] = static_cast<byte>(low | high << 4);
@@ -78,7 +85,7 @@ inline void quantize_int4(const float *x, const Int4Layout &layout, byte *to, in
     max = std::max({max, std::abs(x[i]), std::abs(second[i])});
     sum += x[i] * 0 + second[i] * 0;
   }
-  const float divisor = write_int4_scale(max / 127 + sum, to + layout.slow_scale() * stride, stride);
+  const float divisor = write_int4_scale<SLOW_SCALE_BYTES>(max / 127 + sum, to + layout.slow_scale() * stride, stride);
   for (int64_t i = 0; i < layout.n_slow; i++) {
     byte *codes = to + (layout.n_packed + i) * stride;
     codes[0] = static_cast<byte>(int4_code(x[layout.n_packed + i] / divisor, -127, 127));
@@ -118,24 +125,28 @@ template <typename Scales> inline void unpack_pairs(const byte *codes, int64_t n
 template <int64_t ROW_SIZE> void dequantize_int4_keys(const byte *k, int64_t stride, int64_t d, int64_t n_keys, float *kt) {
   const Int4Layout layout(d, true);
   float *second = kt + layout.half * ROW_SIZE, scales[ROW_SIZE];
-  const auto read_scales = [&](int64_t at) {
-    const byte *low = k + at * stride, *high = low + stride;
+  const auto read_scales = [&](int64_t at, auto bytes) {
+    const byte *from = k + at * stride;
     int64_t j = 0;
-    for (; j + LANES <= n_keys; j += LANES) store(scales + j, float_from_bits(load_u8(low + j) << 16 | load_u8(high + j) << 24));
-    for (; j < n_keys; j++) scales[j] = int4_scale(low[j], high[j]);
+    for (; j + LANES <= n_keys; j += LANES) {
+      ivec bits = {};
+      UNROLL for (int b = 0; b < bytes; b++) bits |= load_u8(from + b * stride + j) << (32 - 8 * (bytes - b));
+      store(scales + j, float_from_bits(bits));
+    }
+    for (; j < n_keys; j++) scales[j] = int4_scale<bytes>(from + j, stride);
   };
   const auto prefetch_next = [&](int64_t i) {  // the next keys, in the same row
     for (int64_t j = 0; j < n_keys; j += 64) prefetch(address_of(k + i * stride) + n_keys + j);
   };
   layout.for_each_group([&](int64_t first, int64_t end, int64_t scale_at) {
-    read_scales(scale_at);
+    read_scales(scale_at, std::integral_constant<int, GROUP_SCALE_BYTES>{});
     for (int64_t i = first; i < end; i++) {
       prefetch_next(i);
       unpack_pairs(k + i * stride, n_keys, ScaleRow{scales}, kt + i * ROW_SIZE, second + i * ROW_SIZE);
     }
   });
   if (!layout.n_slow) return;
-  read_scales(layout.slow_scale());
+  read_scales(layout.slow_scale(), std::integral_constant<int, SLOW_SCALE_BYTES>{});
   for (int64_t i = 0; i < 2 * layout.n_slow; i++) {
     const auto *codes = reinterpret_cast<const std::int8_t *>(k + (layout.n_packed + i) * stride);
     float *row = i < layout.n_slow ? kt + (layout.n_packed + i) * ROW_SIZE : second + (layout.n_packed + i - layout.n_slow) * ROW_SIZE;
@@ -151,7 +162,7 @@ void dequantize_int4_values(const byte *v, int64_t stride, int64_t d, int64_t n_
   const Int4Layout layout(d, false);
   for (int64_t j = 0; j < n_keys; j++, v += stride, out += d) {
     layout.for_each_group([&](int64_t first, int64_t end, int64_t scale_at) {
-      const float scale = int4_scale(v[scale_at], v[scale_at + 1]);
+      const float scale = int4_scale<GROUP_SCALE_BYTES>(v + scale_at, 1);
       const int64_t n = end - first == INT4_GROUP_PAIRS ? INT4_GROUP_PAIRS : end - first;  // a constant, as a rule
       unpack_pairs(v + first, n, OneScale{scale}, out + first, out + layout.half + first);
     });

@@ -21,6 +21,7 @@ KV_DTYPE_IDS = {getattr(torch, name.lower()): number for name, number in ENUMS["
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotations lack it
 # In int4: pairs of numbers of a key that stay in eight bits, and pairs of numbers that share a scale.
 SLOW_PAIRS, GROUP_PAIRS = CONSTANTS["INT4_SLOW_PAIRS"], CONSTANTS["INT4_GROUP_PAIRS"]
+GROUP_SCALE_BYTES, SLOW_SCALE_BYTES = 2, 3  # the upper bytes of a float32
 
 
 class QuantizedKV:
@@ -139,31 +140,30 @@ class Int4KV(QuantizedKV):
         """Returns the bytes of an entry."""
         slow_pairs = _slow_pairs(head_dim, is_keys)
         packed = head_dim // 2 - slow_pairs
-        return packed + 2 * slow_pairs + 2 * (-(-packed // GROUP_PAIRS) + (slow_pairs > 0))
+        scale_bytes = GROUP_SCALE_BYTES * -(-packed // GROUP_PAIRS) + SLOW_SCALE_BYTES * (slow_pairs > 0)
+        return packed + 2 * slow_pairs + scale_bytes
 
     @classmethod
     def quantize(cls, x: torch.Tensor, is_keys: bool) -> Int4KV:
         """Quantizes floats (..., entries, d) with an even d. A NaN or infinite number makes its scale not finite."""
         x, head_dim = x.float(), x.shape[-1]
         half, slow_pairs = head_dim // 2, _slow_pairs(head_dim, is_keys)
-        packed, slow = half - slow_pairs, x.new_empty(0)
+        packed = half - slow_pairs
         codes, scales = list[torch.Tensor](), list[torch.Tensor]()
         for start in range(0, packed, GROUP_PAIRS):
             end = min(start + GROUP_PAIRS, packed)
             pairs = torch.stack([x[..., start:end], x[..., half + start : half + end]], -2)  # (..., 2, pairs)
             largest, smallest = pairs.amax((-2, -1)), pairs.amin((-2, -1))
-            scale = _cut_scale(torch.where(largest >= -smallest, largest, smallest) / -8)
+            scale = _cut_scale(torch.where(largest >= -smallest, largest, smallest) / -8, GROUP_SCALE_BYTES)
             low, high = (_divide(pairs, scale[..., None, None]).clamp_(-8, 7) + 8).to(torch.uint8).unbind(-2)
             codes.append(low | high << 4)
-            scales.append(scale)
+            scales.append(scale[..., None].view(torch.uint8)[..., -GROUP_SCALE_BYTES:])
         if slow_pairs:
             slow = torch.cat([x[..., packed:half], x[..., half + packed :]], -1)
-            scale = _cut_scale(slow.abs().amax(-1) / 127)
+            scale = _cut_scale(slow.abs().amax(-1) / 127, SLOW_SCALE_BYTES)
             codes.append(_divide(slow, scale[..., None]).clamp_(-127, 127).to(torch.int8).view(torch.uint8))
-            scales.append(scale)
-        bits = torch.stack(scales, -1).view(torch.int32) >> 16
-        scale_bytes = torch.stack([bits, bits >> 8], -1).bitwise_and_(255).to(torch.uint8).flatten(-2)
-        return cls(torch.cat([*codes, scale_bytes], -1), head_dim, is_keys)
+            scales.append(scale[..., None].view(torch.uint8)[..., -SLOW_SCALE_BYTES:])
+        return cls(torch.cat([*codes, *scales], -1), head_dim, is_keys)
 
     def _like(self, *tensors: torch.Tensor) -> Int4KV:
         return Int4KV(tensors[0], self.head_dim, self.is_keys)
@@ -179,13 +179,15 @@ class Int4KV(QuantizedKV):
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         half, slow_pairs = self.head_dim // 2, _slow_pairs(self.head_dim, self.is_keys)
         packed = half - slow_pairs
-        codes, slow, scale_bytes = self.data.tensor_split([packed, packed + 2 * slow_pairs], -1)
-        scale_bits = scale_bytes.int().unflatten(-1, (-1, 2))
-        scales = ((scale_bits[..., 0] | scale_bits[..., 1] << 8) << 16).view(torch.float32)
-        pair_scales = scales.repeat_interleave(GROUP_PAIRS, -1)[..., :packed]
+        slow_scale_at = packed + 2 * slow_pairs + GROUP_SCALE_BYTES * -(-packed // GROUP_PAIRS)
+        parts = self.data.tensor_split([packed, packed + 2 * slow_pairs, slow_scale_at], -1)
+        codes, slow, group_scales, slow_scale = (part.contiguous() for part in parts)
+        pair_scales = _read_scales(group_scales, GROUP_SCALE_BYTES).repeat_interleave(GROUP_PAIRS, -1)[..., :packed]
         low, high = ((x.float() - 8) * pair_scales for x in (codes & 15, codes >> 4))
-        slow_first, slow_second = (slow.contiguous().view(torch.int8) * scales[..., -1:]).chunk(2, -1)
-        return torch.cat([low, slow_first, high, slow_second], -1).to(dtype)
+        if not slow_pairs:
+            return torch.cat([low, high], -1).to(dtype)
+        slow_numbers = slow.view(torch.int8) * _read_scales(slow_scale, SLOW_SCALE_BYTES)
+        return torch.cat([low, slow_numbers[..., :slow_pairs], high, slow_numbers[..., slow_pairs:]], -1).to(dtype)
 
 
 def _slow_pairs(head_dim: int, is_keys: bool) -> int:
@@ -193,10 +195,15 @@ def _slow_pairs(head_dim: int, is_keys: bool) -> int:
     return min(SLOW_PAIRS, head_dim // 4) if is_keys else 0
 
 
-def _cut_scale(scales: torch.Tensor) -> torch.Tensor:
-    """Cuts scales to bfloat16, towards zero, so that the largest number of a group keeps its code when it is quantized
-    again."""
-    return (scales.view(torch.int32) & -65536).view(torch.float32)
+def _cut_scale(scales: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Clears all but the upper bytes of scales."""
+    return (scales.view(torch.int32) & -1 << 8 * (4 - num_bytes)).view(torch.float32)
+
+
+def _read_scales(scale_bytes: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Returns the scales (..., n) whose upper bytes these are (..., n * num_bytes)."""
+    upper = scale_bytes.unflatten(-1, (-1, num_bytes))
+    return torch.nn.functional.pad(upper, (4 - num_bytes, 0)).view(torch.float32)[..., 0]
 
 
 def _divide(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
