@@ -166,7 +166,7 @@ def test_without_rouge_score(monkeypatch, command):
         (["-o", "colour=1"], "colour"),
         (["-o", "budget=8"], "--budget"),
         (["-n", "1"], "max-tokens"),
-        (["--kv-dtype", "int4"], "kv-dtype"),
+        (["--kv-dtype", "int3"], "kv-dtype"),
         (["--context", "3"], "3 tokens"),
     ],
 )

@@ -229,4 +229,4 @@ def test_a_contender_may_round_its_kv_and_shares_it_with_those_that_round_alike(
     found = rows(loaded, wanted, samples=SAMPLES[:1])
     assert [row["mismatches"] for row in found] == [0, 0, None, None]
     with pytest.raises(ValueError, match="kv_dtype"):
-        settings(contender_options={"ar": {"kv_dtype": "int4"}}, methods=("ar",))
+        settings(contender_options={"ar": {"kv_dtype": "int3"}}, methods=("ar",))

@@ -39,7 +39,7 @@ class QuantizedKV:
         self._tensors = tensors
         self.device, self.stride = tensors[0].device, tensors[0].stride
 
-    def _like(self, *tensors: torch.Tensor) -> Self:
+    def _with_tensors(self, *tensors: torch.Tensor) -> Self:
         """Returns an object of the same format with other entries."""
         return type(self)(*tensors)
 
@@ -56,7 +56,7 @@ class QuantizedKV:
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Self:
-        return self._like(*(x[i] for x, i in zip(self._tensors, self._indices(index), strict=True)))
+        return self._with_tensors(*(x[i] for x, i in zip(self._tensors, self._indices(index), strict=True)))
 
     def __setitem__(self, index: Any, entries: torch.Tensor | QuantizedKV) -> None:
         if not isinstance(entries, type(self)):
@@ -66,7 +66,7 @@ class QuantizedKV:
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Applies a function that moves entries to each tensor (..., entries, size). It keeps the last dimension."""
-        return self._like(*map(fn, self._tensors))
+        return self._with_tensors(*map(fn, self._tensors))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Self:
         """Does Tensor.index_select(); ``dim`` must be neither negative nor the last dimension."""
@@ -165,7 +165,7 @@ class Int4KV(QuantizedKV):
             scales.append(scale[..., None].view(torch.uint8)[..., -SLOW_SCALE_BYTES:])
         return cls(torch.cat([*codes, *scales], -1), head_dim, is_keys)
 
-    def _like(self, *tensors: torch.Tensor) -> Int4KV:
+    def _with_tensors(self, *tensors: torch.Tensor) -> Int4KV:
         return Int4KV(tensors[0], self.head_dim, self.is_keys)
 
     def _quantize_like(self, x: torch.Tensor) -> Int4KV:
