@@ -145,6 +145,8 @@ def test_an_error_of_the_target_ends_with_one_line(generate, forwards, error, de
 def test_a_cache_in_fewer_bytes_is_said_to_be_another_model(generate):
     ended = generate("-p", "hello", "-n", 12, "--kv-dtype", "int8", "--compare", "--json")
     assert ended.code == 0 and last_line(ended.out)["exact"] is False and "approximate" in ended.err
+    assert "ar), without approximations" in ended.err
+    assert "without approximations" not in generate("-p", "hello", "-n", 4, "--compare").err
 
 
 def test_what_was_chosen_and_what_has_no_effect_is_said(generate):

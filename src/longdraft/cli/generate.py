@@ -122,7 +122,7 @@ def _compare_with_ar(
 
     shared_kwargs: dict[str, Any] = {"offload": spec.offload, "deterministic": spec.deterministic}
     ar_spec = longdraft.Speculator("ar", loaded.model, loaded.tokenizer, **shared_kwargs)
-    console.note("Decoding the same prompt plainly (ar) ...")
+    console.note(f"Decoding the same prompt plainly (ar){'' if spec.exact else ', without approximations'} ...")
     ar = ar_spec.stream(token_ids, **stream_args).results()[0]
     if stream_args["cancelled"]():
         return None
