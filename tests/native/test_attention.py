@@ -13,7 +13,7 @@ from longdraft import native
 from longdraft.attention import cpu, prefix, reference
 from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.native.quantized_kv import INT4
-from tests.native.cases import PREFIXES, attention, generator, keys_and_values, random_tree, rows_of
+from tests.native.cases import PREFIXES, attention, generator, keys_and_values, random_tree, rows_of, transposed
 from tests.native.levels import LEVELS, TILES, kernels_of, needs_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, INT4]
@@ -125,6 +125,15 @@ def test_keys_before_all_windows_are_not_read_and_segments_of_them_may_be_missin
         k[:, : min(begin, 1997)], v[:, : min(begin, 1997)] = math.nan, math.nan
         assert torch.equal(kernels.attend(q, k, v, tree, 0.2, window_start=window_start), found)
         assert torch.equal(kernels.attend(q, k, v, None, 0.2, prefill=True, window_start=window_start), found)
+
+
+@pytest.mark.parametrize("d", [16, 80, 128])
+def test_keys_and_values_in_int4_have_the_bits_of_floats(kernels, d):
+    k, v = keys_and_values(INT4, 2, 300, d)
+    floats = transposed(k.to(torch.float32)), v.to(torch.float32)
+    for size in (1, 5):
+        q = torch.randn(2, 3 * size, d, generator=generator(size))
+        assert torch.equal(kernels.attend(q, k, v, None, 0.2), kernels.attend(q, *floats, None, 0.2))
 
 
 # --- who takes what ---
