@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -24,9 +24,7 @@ from longdraft.speculator import Speculator
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-Self = TypeVar("Self", bound="Job")
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Job:
     # called after each prefill chunk but the last, with the number of prompt tokens read, of all prompts together
     on_prefill: Callable[[int], None] = field(default=lambda prefilled: None, compare=False)
 
-    def announced(self: Self, tick: Tick, words: str) -> Self:
+    def announced(self, tick: Tick, words: str) -> Self:
         """Calls ``tick`` for a run that is about to start. Returns the job for it, whose prefill moves the bar."""
         tick(words)
         return replace(self, on_prefill=partial(tick, words))

@@ -1,5 +1,5 @@
-// KV entries in about four bits. Numbers i and i + d / 2 of a key are a pair, which RoPE rotates. Keys of some models have a few large
-// numbers, all in the pairs that rotate slowest, so the last INT4_SLOW_PAIRS pairs of a key are in eight bits. All other numbers, of values
+// KV entries in about four bits. Numbers i and i + d / 2 of a key are a pair, which RoPE rotates. Keys of some models (Qwen2.5) have a few
+// large numbers, in the pairs that rotate slowest, so the last INT4_SLOW_PAIRS pairs of a key are in eight bits. All other numbers, of values
 // too, are in four bits; the scale of INT4_GROUP_PAIRS pairs is their number of the largest magnitude / -8, as in ggml's Q4_0.
 //
 // The bytes of an entry: one for each pair in four bits (the first number in the lower half, from 0 to 15 for -8 to 7); the first and then

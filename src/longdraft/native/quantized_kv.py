@@ -119,6 +119,17 @@ class Int8KV(QuantizedKV):
         return (self.quants * self.scales[..., None]).to(dtype)
 
 
+class Int4Layout:
+    """Numbers of pairs, ``half`` in all, ``packed`` in four and ``slow_pairs`` in eight bits; and the first byte of the
+    groups' scales and of the slow pairs' scale."""
+
+    def __init__(self, head_dim: int, is_keys: bool) -> None:
+        self.half, self.slow_pairs = head_dim // 2, min(SLOW_PAIRS, head_dim // 4) if is_keys else 0
+        self.packed = self.half - self.slow_pairs
+        self.group_scales = self.packed + 2 * self.slow_pairs
+        self.slow_scale = self.group_scales + GROUP_SCALE_BYTES * -(-self.packed // GROUP_PAIRS)
+
+
 class Int4KV(QuantizedKV):
     """Keys or values in about four bits, in the format of native/int4_kv.h.
 
@@ -138,17 +149,15 @@ class Int4KV(QuantizedKV):
     @staticmethod
     def bytes_of(head_dim: int, is_keys: bool) -> int:
         """Returns the bytes of an entry."""
-        slow_pairs = _slow_pairs(head_dim, is_keys)
-        packed = head_dim // 2 - slow_pairs
-        scale_bytes = GROUP_SCALE_BYTES * -(-packed // GROUP_PAIRS) + SLOW_SCALE_BYTES * (slow_pairs > 0)
-        return packed + 2 * slow_pairs + scale_bytes
+        layout = Int4Layout(head_dim, is_keys)
+        return layout.slow_scale + (SLOW_SCALE_BYTES if layout.slow_pairs else 0)
 
     @classmethod
     def quantize(cls, x: torch.Tensor, is_keys: bool) -> Int4KV:
         """Quantizes floats (..., entries, d) with an even d. A NaN or infinite number makes its scale not finite."""
         x, head_dim = x.float(), x.shape[-1]
-        half, slow_pairs = head_dim // 2, _slow_pairs(head_dim, is_keys)
-        packed = half - slow_pairs
+        layout = Int4Layout(head_dim, is_keys)
+        half, packed = layout.half, layout.packed
         codes, scales = list[torch.Tensor](), list[torch.Tensor]()
         for start in range(0, packed, GROUP_PAIRS):
             end = min(start + GROUP_PAIRS, packed)
@@ -158,7 +167,7 @@ class Int4KV(QuantizedKV):
             low, high = (_divide(pairs, scale[..., None, None]).clamp_(-8, 7) + 8).to(torch.uint8).unbind(-2)
             codes.append(low | high << 4)
             scales.append(scale[..., None].view(torch.uint8)[..., -GROUP_SCALE_BYTES:])
-        if slow_pairs:
+        if layout.slow_pairs:
             slow = torch.cat([x[..., packed:half], x[..., half + packed :]], -1)
             scale = _cut_scale(slow.abs().amax(-1) / 127, SLOW_SCALE_BYTES)
             codes.append(_divide(slow, scale[..., None]).clamp_(-127, 127).to(torch.int8).view(torch.uint8))
@@ -177,10 +186,9 @@ class Int4KV(QuantizedKV):
         yield index
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
-        half, slow_pairs = self.head_dim // 2, _slow_pairs(self.head_dim, self.is_keys)
-        packed = half - slow_pairs
-        slow_scale_at = packed + 2 * slow_pairs + GROUP_SCALE_BYTES * -(-packed // GROUP_PAIRS)
-        parts = self.data.tensor_split([packed, packed + 2 * slow_pairs, slow_scale_at], -1)
+        layout = Int4Layout(self.head_dim, self.is_keys)
+        packed, slow_pairs = layout.packed, layout.slow_pairs
+        parts = self.data.tensor_split([packed, layout.group_scales, layout.slow_scale], -1)
         codes, slow, group_scales, slow_scale = (part.contiguous() for part in parts)
         pair_scales = _read_scales(group_scales, GROUP_SCALE_BYTES).repeat_interleave(GROUP_PAIRS, -1)[..., :packed]
         low, high = ((x.float() - 8) * pair_scales for x in (codes & 15, codes >> 4))
@@ -188,11 +196,6 @@ class Int4KV(QuantizedKV):
             return torch.cat([low, high], -1).to(dtype)
         slow_numbers = slow.view(torch.int8) * _read_scales(slow_scale, SLOW_SCALE_BYTES)
         return torch.cat([low, slow_numbers[..., :slow_pairs], high, slow_numbers[..., slow_pairs:]], -1).to(dtype)
-
-
-def _slow_pairs(head_dim: int, is_keys: bool) -> int:
-    """Returns the number of pairs in eight bits."""
-    return min(SLOW_PAIRS, head_dim // 4) if is_keys else 0
 
 
 def _cut_scale(scales: torch.Tensor, num_bytes: int) -> torch.Tensor:
