@@ -51,7 +51,7 @@ def test_layers_that_the_device_keeps_do_not_travel(resident, ups, downs):
 @pytest.mark.parametrize(("free", "resident"), [(0, 0), (9, 3), (13, 5), (100, 8)])
 def test_as_many_layers_as_fit_stay_on_the_device(free, resident, free_memory):
     shape = KVShape(8, 1, 2, torch.float32)
-    layer_bytes = KVStore.bytes_for(shape, 1, 200) // 8
+    layer_bytes = shape.bytes_per_token * 200 // 8
     free_memory(free * layer_bytes, 1 << 40)
     store = OffloadedKVStore(shape, 1, 200, "cpu", copy_stream=LazyCopyStream(), num_resident=None)
     assert len(store.streamed_layers) == 8 - resident

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longdraft.attention.forward_batch import ForwardBatch
-from longdraft.errors import MemoryBudgetError
+from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.memory import snapshot
 from longdraft.memory.offload import OffloadedKVStore
 from longdraft.memory.store import KVShape, KVStore, StoreConfig
@@ -131,7 +131,8 @@ def test_any_operations_leave_the_entries_of_each_sequence(kind, operations):
 
 @every_kind
 def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_path):
-    stores = [make(kind), make("transposed", 2, 30)]
+    # KV in other numbers of bits is that of another target.
+    stores = [make(kind), make(kind if kind in ("int8", "int4") else "transposed", 2, 30)]
     for source, target in (stores, stores[::-1]):
         rows = random_kv(kind, 7)
         source.write_entries(1, 0, *rows, features=torch.randn(7, 2 * FEATURES))
@@ -142,6 +143,37 @@ def test_a_snapshot_goes_to_a_file_and_into_a_store_of_another_kind(kind, tmp_pa
         assert target.lengths[0] == 7 and torch.equal(target.features[0, :7], source.features[1, :7])
         for layer in range(SHAPE.layers):
             check(target.layer(layer), 0, [*rows.unbind(3)], layer)
+
+
+@every_kind
+def test_entries_that_are_read_take_their_bytes_in_the_store_and_are_written_back_bit_by_bit(kind):
+    source, target = make(kind), make(kind, 1, 30)
+    source.write_entries(1, 0, *torch.randn(2, SHAPE.layers, SHAPE.kv_heads, 20, SHAPE.head_dim))
+    source.lengths[1] = 20
+    saved = source.read_entries(1, 3, 17)
+    assert saved.keys.nbytes + saved.values.nbytes == 14 * source.bytes_per_token
+    target.write_entries(0, 3, saved.keys, saved.values)
+    target.lengths[0] = 17
+    again = target.read_entries(0, 3, 17)
+    assert torch.equal(again.keys, saved.keys) and torch.equal(again.values, saved.values)
+    for layer in range(SHAPE.layers):
+        stored = zip(source.layer(layer), target.layer(layer), strict=True)
+        assert all(torch.equal(x[1, :, 3:17].to(torch.float32), y[0, :, 3:17].to(torch.float32)) for x, y in stored)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_snapshot_with_quantized_entries_as_floats_is_read(kind, tmp_path):
+    """Versions before int4 wrote them so."""
+    floats, quantized_store = make("plain"), make(kind)
+    rows = random_kv(kind, 7)
+    floats.write_entries(0, 0, *rows, features=torch.zeros(7, 2 * FEATURES))
+    floats.lengths[0] = 7
+    snapshot.save(floats, 0, range(7), "target", tmp_path / "kv")
+    assert snapshot.load(quantized_store, 0, "target", tmp_path / "kv") == [*range(7)]
+    check(quantized_store.layer(0), 0, [*rows.unbind(3)], 0)
+    with pytest.raises(CheckpointError, match="not those of 7 tokens"):
+        snapshot.save(quantized_store, 0, range(7), "target", tmp_path / "kv")
+        snapshot.load(floats, 0, "target", tmp_path / "kv")
 
 
 @every_kind

@@ -183,6 +183,28 @@ def test_slots_hold_their_prompts_and_files_stay_in_their_limit_whatever_comes(t
                 cache = DiskCache(folder, max_bytes, slots=3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int4], ids=str)
+def test_rounded_kv_takes_the_room_on_disk_that_it_takes_in_memory(dtype, tmp_path):
+    shape = KVShape(2, 1, 16, torch.float32)
+    bytes_per_token = replace(shape, dtype=dtype).bytes_per_token
+    limit = 60 * (bytes_per_token + 8) + HEADER_BYTES
+
+    def opened() -> tuple[DiskPromptCache, KVStore]:
+        cache = DiskPromptCache(tmp_path, "target", limit, 4)
+        return cache, cache.open(lambda slots, n: KVStore(shape, slots, n, config=StoreConfig(dtype=dtype)), 1, 200)
+
+    cache, store = opened()
+    cache.reuse_prefix(0, family(0))
+    store.write_entries(0, 0, *torch.randn(2, 2, 1, 60, 16))
+    store.commit(0, range(60))
+    cache.record_tokens(0, family(0))
+    assert cache.save_next() and 60 * bytes_per_token < files(tmp_path)[0].stat().st_size <= limit
+    again, other = opened()
+    assert again.reuse_prefix(0, family(0)) == 59
+    for x, y in zip((store.keys, store.values), (other.keys, other.values), strict=True):
+        assert torch.equal(x[:, :, :, :59].to(torch.float32), y[:, :, :, :59].to(torch.float32))
+
+
 def test_a_text_that_is_larger_than_the_limit_is_not_kept_and_shorter_ones_are(tmp_path, caplog):
     cache = DiskCache(tmp_path, 40 * TOKEN_BYTES + HEADER_BYTES)
     cache.read(TEXT, 0)

@@ -12,8 +12,9 @@ class KVEntries:
     """Keys, values and features of n tokens outside of a store.
 
     Attributes:
-        keys: (layers, kv_heads, n, head_dim), after RoPE.
-        values: of the same shape as ``keys``.
+        keys: (layers, kv_heads, n, head_dim), after RoPE. Of a quantized KV the entries' bytes,
+            (layers, kv_heads, n, bytes).
+        values: as ``keys``.
         features: (n, feature layers x feature_size); None without features.
     """
 

@@ -1,4 +1,4 @@
-"""Allocates keys and values of any KV dtype."""
+"""Allocates and copies keys and values of any KV dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from longdraft.native.quantized_kv import INT4, Int4KV, Int8KV
+from longdraft.native.quantized_kv import INT4, Int4KV, Int8KV, KVTensor, QuantizedKV
 
 _CACHE_LINE = 64  # bytes
 
@@ -27,6 +27,11 @@ def empty_kv(
         scales = torch.empty(outer, dtype=torch.float32, device=device)
         return cast(torch.Tensor, Int8KV(numbers, scales))
     return numbers
+
+
+def as_tensor(kv: KVTensor) -> torch.Tensor:
+    """Returns keys or values as they are stored: quantized ones as bytes, which can be written back."""
+    return kv.to_bytes() if isinstance(kv, QuantizedKV) else kv
 
 
 def empty_transposed(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -123,7 +123,7 @@ class OffloadedKVStore(KVStore):
 
     def _allocate(self, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         layers, pinned = self.shape.layers, self.device.type == "cuda"
-        layer_bytes = self.bytes_for(self.shape, self.slots, self.capacity) // layers
+        layer_bytes = self.shape.bytes_per_token * self.slots * self.capacity // layers
         self.streamed_layers = self._choose_streamed(layer_bytes, feature_bytes)
         num_streamed = len(self.streamed_layers)
         num_resident, streamed_bytes = layers - num_streamed, layer_bytes * num_streamed

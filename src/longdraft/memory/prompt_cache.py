@@ -216,7 +216,7 @@ class PromptCache:
             checkpoints = thin_out(checkpoints, max(1, self._tree.max_bytes // 4 // size))
         free = memory_info.available_bytes(torch.device("cpu"))
         # Growing slots will need free memory later, so a saved sequence may take at most a quarter of it.
-        if free is None or free > 4 * len(token_ids) * store.shape.bytes_per_token:
+        if free is None or free > 4 * len(token_ids) * store.bytes_per_token:
             read = partial(store.read_entries, slot)
             self._tree.insert(token_ids, read, self.rope_regimes[slot], checkpoints)
 

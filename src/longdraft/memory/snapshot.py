@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from longdraft.errors import CheckpointError, MemoryBudgetError
 from longdraft.files import atomic_write, file_errors, require_regular
 from longdraft.memory import memory_info
+from longdraft.memory.kv_tensors import as_tensor
 from longdraft.memory.store import KVStore
 from longdraft.native.boundary import CPU_INT64
 
@@ -72,7 +73,7 @@ def save(
     n, committed = len(tokens), store.lengths[slot]
     if n > committed or (store.states and n < committed):
         raise ValueError(f"{n} tokens for {committed} committed entries")
-    memory_info.require_bytes(store.shape.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
+    memory_info.require_bytes(store.bytes_per_token * n, torch.device("cpu"), f"A snapshot of {n} tokens")
     kv = store.read_entries(slot, 0, n)
     tensors = {"keys": kv.keys, "values": kv.values, "tokens": torch.tensor(list(tokens), **CPU_INT64)}
     metadata = {"format": FORMAT, "target": fingerprint} | ({"kind": rope_regime} if rope_regime else {})
@@ -109,9 +110,12 @@ def load(store: KVStore, slot: int, fingerprint: str, path: Path | str, max_toke
                 "Delete it or name another file."
             )
         num_tokens = len(header.tokens)
-        shape = [store.shape.layers, store.shape.kv_heads, num_tokens, store.shape.head_dim]
-        if any(list(file.get_slice(name).get_shape()) != shape for name in ("keys", "values")):
-            raise ValueError(f"its keys and values are not those of {num_tokens} tokens")
+        for name, stored in zip(("keys", "values"), store.slot_kv(slot, store.layer_groups[0]), strict=True):
+            outer = [store.shape.layers, store.shape.kv_heads, num_tokens]
+            # Quantized entries are bytes. Older versions saved them as floats.
+            entry_sizes = as_tensor(stored[:, :, :0]).shape[-1], store.shape.head_dim
+            if list(file.get_slice(name).get_shape()) not in [[*outer, size] for size in entry_sizes]:
+                raise ValueError(f"its {name} are not those of {num_tokens} tokens")
         length = num_tokens if max_tokens is None else min(max_tokens, num_tokens)
         if length > store.capacity:
             raise CheckpointError(f"{path} holds {length} tokens, the slot at most {store.capacity}.")

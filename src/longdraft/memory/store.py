@@ -23,7 +23,7 @@ from longdraft.attention.forward_batch import ForwardBatch
 from longdraft.memory import memory_info
 from longdraft.memory.buffer_arena import ArenaBuffers, BufferArena
 from longdraft.memory.kv_entries import KVEntries
-from longdraft.memory.kv_tensors import empty_kv
+from longdraft.memory.kv_tensors import as_tensor, empty_kv
 from longdraft.memory.path_move import move_path, move_paths
 from longdraft.memory.recurrent import RecurrentStates
 from longdraft.memory.windows import WindowKVCache
@@ -152,11 +152,16 @@ class KVStore:
     def _allocate(self, feature_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocates keys and values, after a check that keys, values and features fit the free memory."""
         size = self._kv_size
-        needed = self.bytes_for(replace(self.shape, dtype=self.dtype), self.slots, self.capacity) + feature_bytes
+        needed = self.bytes_per_token * self.slots * self.capacity + feature_bytes
         memory_info.require_bytes(needed, self.device, self._description)
         keys = empty_kv(size, self.dtype, self.device, is_keys=True, transposed=self._config.transposed_keys)
         values = empty_kv(size, self.dtype, self.device, is_keys=False)
         return (keys.zero_(), values.zero_()) if self.shape.padded else (keys, values)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers, as they are stored."""
+        return replace(self.shape, dtype=self.dtype).bytes_per_token
 
     @property
     def _kv_size(self) -> tuple[int, int, int, int, int]:
@@ -165,11 +170,6 @@ class KVStore:
     @property
     def _description(self) -> str:
         return f"A cache of {self.capacity} tokens"
-
-    @staticmethod
-    def bytes_for(shape: KVShape, slots: int, capacity: int) -> int:
-        """Returns the bytes of keys and values in a store of this size."""
-        return shape.bytes_per_token * slots * capacity
 
     def attach_states(self, *states: LayerStates) -> None:
         """Attaches states, which this store commits and truncates. Raises MemoryBudgetError if they do not fit."""
@@ -298,12 +298,14 @@ class KVStore:
 
     def read_entries(self, slot: int, start: int, end: int) -> KVEntries:
         """Copies committed entries ``[start, end)`` of a slot to host memory."""
-        dtype = self.dtype if self.dtype.is_floating_point else self.shape.dtype
-        size = (self.shape.layers, self.shape.kv_heads, end - start, self.shape.head_dim)
-        keys, values = torch.empty(size, dtype=dtype, device="cpu"), torch.empty(size, dtype=dtype, device="cpu")
+        copies = list[torch.Tensor]()
         for layers in self.layer_groups:
-            for out, stored in zip((keys, values), self.slot_kv(slot, layers, end), strict=True):
-                out[layers] = stored[:, :, start:end].to(dtype)
+            kv = [as_tensor(x[:, :, start:end]) for x in self.slot_kv(slot, layers, end)]
+            size = self.shape.layers, self.shape.kv_heads, end - start
+            copies = copies or [torch.empty((*size, x.shape[-1]), dtype=x.dtype, device="cpu") for x in kv]
+            for out, x in zip(copies, kv, strict=True):
+                out[layers] = x
+        keys, values = copies
         features = None if self.features is None else self.features[slot, start:end].to("cpu", copy=True)
         return KVEntries(keys, values, features)
 
@@ -312,8 +314,8 @@ class KVStore:
     ) -> None:
         """Writes entries ``[start, start + n)`` of a slot in all layers, without committing them.
 
-        ``keys`` and ``values`` are (layers, kv_heads, n, head_dim), keys after RoPE. ``features`` are
-        (n, feature layers x feature_size); None leaves the slot's features unchanged.
+        ``keys`` and ``values`` are (layers, kv_heads, n, head_dim), keys after RoPE, or what :meth:`read_entries`
+        returned. ``features`` are (n, feature layers x feature_size); None leaves the slot's features unchanged.
 
         Raises:
             ValueError: the entries do not fit the slot.

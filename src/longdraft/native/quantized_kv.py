@@ -55,11 +55,22 @@ class QuantizedKV:
         """Returns a dequantized tensor."""
         raise NotImplementedError
 
+    def to_bytes(self) -> torch.Tensor:
+        """Returns the entries with their scales as a tensor (..., entries, bytes), uint8."""
+        raise NotImplementedError
+
+    def _from_bytes(self, data: torch.Tensor) -> Self:
+        """Returns the entries whose :meth:`to_bytes` is ``data``."""
+        raise NotImplementedError
+
     def __getitem__(self, index: Any) -> Self:
         return self._with_tensors(*(x[i] for x, i in zip(self._tensors, self._indices(index), strict=True)))
 
     def __setitem__(self, index: Any, entries: torch.Tensor | QuantizedKV) -> None:
-        if not isinstance(entries, type(self)):
+        """Writes entries: floats, quantized ones, or what :meth:`to_bytes` of the same format returned."""
+        if isinstance(entries, torch.Tensor) and entries.dtype == torch.uint8:
+            entries = self._from_bytes(entries)
+        elif not isinstance(entries, type(self)):
             entries = self._quantize_like(entries if isinstance(entries, torch.Tensor) else entries.to(torch.float32))
         for x, new, i in zip(self._tensors, entries._tensors, self._indices(index), strict=True):
             x[i] = new
@@ -117,6 +128,13 @@ class Int8KV(QuantizedKV):
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         return (self.quants * self.scales[..., None]).to(dtype)
+
+    def to_bytes(self) -> torch.Tensor:
+        return torch.cat([self.quants.view(torch.uint8), self.scales[..., None].contiguous().view(torch.uint8)], -1)
+
+    def _from_bytes(self, data: torch.Tensor) -> Int8KV:
+        quants, scales = data.tensor_split([self.shape[-1]], -1)
+        return Int8KV(quants.view(torch.int8), scales.contiguous().view(torch.float32)[..., 0])
 
 
 class Int4Layout:
@@ -196,6 +214,12 @@ class Int4KV(QuantizedKV):
             return torch.cat([low, high], -1).to(dtype)
         slow_numbers = slow.view(torch.int8) * _read_scales(slow_scale, SLOW_SCALE_BYTES)
         return torch.cat([low, slow_numbers[..., :slow_pairs], high, slow_numbers[..., slow_pairs:]], -1).to(dtype)
+
+    def to_bytes(self) -> torch.Tensor:
+        return self.data
+
+    def _from_bytes(self, data: torch.Tensor) -> Int4KV:
+        return self._with_tensors(data)
 
 
 def _cut_scale(scales: torch.Tensor, num_bytes: int) -> torch.Tensor:

@@ -137,7 +137,7 @@ class DiskPromptCache(PromptCache):
         """Writes a slot, and deletes files that the new file makes superfluous. Returns False if that fails."""
         assert self.store is not None
         store, rope_regime = self.store, self.rope_regimes[slot]
-        size = len(tokens) * (store.shape.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
+        size = len(tokens) * (store.bytes_per_token + tokens.itemsize) + _MAX_HEADER_BYTES
         if store.features is not None:
             size += len(tokens) * store.features[slot, 0].nbytes  # [slot, 0]: the hidden states of one token
         state_tensors = (tensor for states in store.states for tensor in states.save(slot).values())

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longdraft.errors import ConfigError
-from longdraft.memory.store import KVShape, KVStore
+from longdraft.memory.store import KVShape
 from longdraft.model import shared_parts
 from longdraft.model.layout import config_kv_shape
 from longdraft.model.load.loading import load
@@ -205,7 +205,7 @@ def _memory_bytes(draft: DraftCosts, run: RunConfig, sizes: Sizes, length: int, 
     return {
         "target: weights": 2 * sizes.target_weights,
         "target: keys, values and states of a text":
-        KVStore.bytes_for(sizes.kv, 1, max(MIN_STORE_TOKENS, length)) + 2 * length * draft.feature_size,
+        sizes.kv.bytes_per_token * max(MIN_STORE_TOKENS, length) + 2 * length * draft.feature_size,
         "target: a forward, with logits": PREFILL_CHUNK * (target_layer + TARGET_LOGIT_BYTES * sizes.target_vocab_size),
         "features": 2 * batch_tokens * draft.feature_size,
         "draft: weights (float32)": 4 * draft.num_weights,
