@@ -26,7 +26,7 @@ test-slow: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu"
 
 # What needs an NVIDIA GPU; all other tests see none. PYTHON must have torch with CUDA, and pytest.
-ON_GPU := tests/gpu tests/model/test_gpu_kernels.py tests/attention/test_int8_kv.py
+ON_GPU := tests/gpu tests/model/test_gpu_kernels.py tests/attention/test_quantized_kv.py
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(ON_GPU)
 

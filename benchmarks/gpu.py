@@ -6,7 +6,7 @@ A configuration is an attention path, with CUDA graphs or without, with fused la
 
 machine       the GPU, versions, bandwidth of a large copy
 steps         milliseconds of a forward of 1, 16 and 64 tokens (a plain step, trees) at each context length; the same
-              with KV in int8
+              with KV in int8 and int4
 transformers  the same tokens through the model's own forward with sdpa and a DynamicCache
 rounds        milliseconds of a round of each method, and of a plain step; drafts are random, so acceptance is forced:
               --accepted nodes of a tree's path are accepted; with the methods' trees and, for the longest and the
@@ -58,6 +58,7 @@ from longdraft.model.gpu import merged_linear
 from longdraft.model.quant.planes import PlanesLinear, planes_of
 from longdraft.model.runner import TargetRunner
 from longdraft.model.shared_parts import describe_target
+from longdraft.native.quantized_kv import INT4
 from longdraft.native.quantized_matrix import QuantizedMatrix, quantize_blocks
 from longdraft.trees.tree import TokenTree
 
@@ -221,8 +222,8 @@ def steps(
     rows: tuple[int, ...] = ROWS,
     room: int = 1,
 ) -> dict[str, Any]:
-    """A forward of each number of tokens behind random keys and values (with int8: zeros), in a store with memory for
-    ``room`` times the context."""
+    """A forward of each number of tokens behind random keys and values (with ``kv_dtype``: whatever the memory has), in
+    a store with memory for ``room`` times the context."""
     runner = TargetRunner(model, kv_dtype=kv_dtype)
     store = runner.new_store(1, room * context + max(rows))
     if kv_dtype is None:
@@ -373,8 +374,8 @@ def main() -> int:
         with switched(*switches):
             unit = {"configuration": " ".join(switches), "context": context}
             run.measure("steps", partial(steps, model, context), **unit)
-    for context in contexts:
-        run.measure("steps", partial(steps, model, context, torch.int8), configuration="int8", context=context)
+    for context, (name, kv_dtype) in itertools.product(contexts, {"int8": torch.int8, "int4": INT4}.items()):
+        run.measure("steps", partial(steps, model, context, kv_dtype), configuration=name, context=context)
     middle = contexts[len(contexts) // 2]
     run.measure("bounds", partial(steps, model, middle, rows=(72,), room=4), context=middle)
     for name in ("16 bits", "Q4_0", "Q8_0"):

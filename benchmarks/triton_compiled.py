@@ -32,9 +32,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from longdraft.attention import fixed_order_kernel, int8_kv_kernel, tree_attention_kernel
+from longdraft.attention import fixed_order_kernel, quantized_kv_kernel, tree_attention_kernel
 from longdraft.model.gpu import kernels as gpu_kernels
 from longdraft.model.gpu import planes_kernel, top_p_kernel
+from longdraft.native.quantized_kv import Int4KV
 
 KIB = 1024
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512  # of a processor
@@ -108,7 +109,8 @@ class Offline:
 
 recorded: list[Launch] = []
 for module, names in {
-    gpu_kernels: ("norm", "rope", "silu"), tree_attention_kernel: ("tree_attention",), int8_kv_kernel: ("dequantize",),
+    gpu_kernels: ("norm", "rope", "silu"), tree_attention_kernel: ("tree_attention",),
+    quantized_kv_kernel: ("dequantize_int8", "dequantize_int4"),
     fixed_order_kernel: ("prefix_attention", "path_attention", "merge_splits"),
     planes_kernel: ("linear",), top_p_kernel: ("top_p",),
 }.items():  # fmt: skip
@@ -159,13 +161,16 @@ def _layer(
     lse, hidden_rows = empty(1, heads, rows, dtype=torch.float32), empty(1, 1, 1, rows, rows, dtype=torch.float32)
     indices = empty(rows, dtype=torch.int32)
     tree_attention_kernel.merge_tree_attention(q, keys, keys, q, lse, numbers, indices, hidden_rows, d**-0.5)
-    int8_kv_kernel.dequantize_kv(
+    quantized_kv_kernel.dequantize_int8_kv(
         empty(1, kv_heads, CAPACITY, d, dtype=torch.int8),
         empty(1, kv_heads, CAPACITY, dtype=torch.float32),
         numbers,
         CAPACITY,
         dtype,
     )
+    for is_keys in (True, False):
+        data = empty(1, kv_heads, CAPACITY, Int4KV.bytes_of(d, is_keys), dtype=torch.uint8)
+        quantized_kv_kernel.dequantize_int4_kv(data, numbers, CAPACITY, d, is_keys, dtype)
     paths, counts = empty(1, rows, rows, dtype=torch.int32), empty(1, rows, dtype=torch.int32)
     fixed_order_kernel.fixed_order_attention(q, keys, keys, numbers, numbers, paths, counts, 65536, d**-0.5)
 

@@ -85,8 +85,8 @@ class Speculator:
         offload: for a model on a GPU. ``"host"`` stores the KV cache in host memory, except for the layers that fit on
             the GPU; ``"host:N"`` keeps N layers on the GPU. The output is the same; decoding is slower.
         kv_dtype: rounds the KV cache of a float32 model on a CPU to ``"bfloat16"``, ``"int8"`` (a scale for each
-            entry) or ``"int4"`` (keys' 32 slowest dimensions in eight bits); on a GPU, ``"int8"``. The cache takes
-            fewer bytes. The output is that of a slightly different model. None: no rounding.
+            entry) or ``"int4"`` (keys' 32 slowest dimensions in eight bits); on a GPU, ``"int8"`` or ``"int4"``. The
+            cache takes fewer bytes. The output is that of a slightly different model. None: no rounding.
         prefill_window: on a CPU, reads long prompts faster and approximately: a prompt's tokens attend to its first 128
             tokens and to the last ``prefill_window`` before them (at least 128), its last 512 tokens and all new tokens
             to everything. None: all tokens attend to everything.

@@ -1,4 +1,4 @@
-"""KV in int8 on a simulated GPU: every method writes what plain decoding on that KV writes, from CUDA graphs too."""
+"""Quantized KV on a simulated GPU: every method writes what plain decoding on that KV writes, from CUDA graphs too."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def tokens(spec: Speculator) -> list[list[int]]:
     return [list(r.token_ids) for r in spec.generate(PROMPTS, **SETTINGS)]
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("method", slow_except((*EXACT, "quantspec"), QUICK))
-def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_path, simulated_gpu):
+def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, kv_dtype, tmp_path, simulated_gpu):
     specs = SpeculatorsByMethod(tmp_path, torch.float32)
     options = specs.options(method)
     to_simulated_gpu(specs.model)
-    expected = tokens(Speculator("ar", target=specs.model, kv_dtype="int8"))
-    spec = Speculator(method, target=specs.model, plan="fixed", kv_dtype="int8", **options)
+    expected = tokens(Speculator("ar", target=specs.model, kv_dtype=kv_dtype))
+    spec = Speculator(method, target=specs.model, plan="fixed", kv_dtype=kv_dtype, **options)
     recorder = SimulatedGraphs(simulated_gpu)  # it refuses to capture a synchronisation
     spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     simulated_gpu.waits.clear()
@@ -40,21 +41,25 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, tmp_p
         assert tokens(spec) == expected and recorder.captures == captures  # the same memory serves
 
 
-@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16])
-def test_a_view_of_all_entries_in_eight_bits_drafts_for_a_target_that_keeps_its_own(dtype, simulated_gpu):
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [slow(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"view_dtype": "int4"})],
+    ids=str,
+)
+def test_a_view_of_all_entries_in_fewer_bits_drafts_for_a_target_that_keeps_its_own(dtype, options, simulated_gpu):
     model = to_simulated_gpu(tiny_model(layers=2, dtype=dtype))
-    spec = Speculator("quantspec", target=model, plan="fixed")
+    spec = Speculator("quantspec", target=model, plan="fixed", **options)
     recorder = SimulatedGraphs(simulated_gpu)
     spec.runner().graphs = CudaGraphs(recorder, uses_before_capture=0)
     found = spec.generate(PROMPTS, **SETTINGS)
     assert [list(r.token_ids) for r in found] == tokens(Speculator("ar", target=model))
     assert all(r.exact for r in found) and spec.runner().kv_dtype == dtype
-    assert found[0].mean_accepted_length > 2
+    assert found[0].mean_accepted_length > 1.5
 
 
 def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(simulated_gpu):
     model = to_simulated_gpu(tiny_model(layers=1))
-    with pytest.raises(CapabilityError, match="in int8"):
+    with pytest.raises(CapabilityError, match="int8 or int4"):
         Speculator("ar", target=model, kv_dtype="bfloat16")
     with pytest.raises(CapabilityError, match="offloaded KV has the model"):
         Speculator("ar", target=model, kv_dtype="int8", offload="host")

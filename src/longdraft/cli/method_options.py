@@ -78,8 +78,8 @@ class DecodingOptions(OptionGroup):
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Quantize the KV cache to bfloat16, int8 or int4 (float32 models on a CPU), or int8 (on a GPU). It "
-            "takes less memory, but the text may differ from the model's own.",
+            help="Quantize the KV cache to int8 or int4 (float32 models on a CPU, models on a GPU), or bfloat16 (on a "
+            "CPU). It takes less memory, but the text may differ from the model's own.",
             show_default="the model's dtype",
         ),
     ] = None

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from longdraft.attention import dispatch, fixed_order, prefix
 from longdraft.attention.forward_batch import ForwardBatch
-from longdraft.attention.int8_kv import accept_int8_kv
 from longdraft.attention.prefill_window import with_prefill_window
+from longdraft.attention.quantized_kv import accept_quantized_kv
 from longdraft.errors import CapabilityError
 from longdraft.files import prefix_errors_with
 from longdraft.memory import memory_info
@@ -96,7 +96,7 @@ class TargetRunner:
         self.profiler: RoundProfiler | None = None
         self.attention_path, self.attend = dispatch.resolve(self.device, self.kv_shape.dtype, self.kv_shape.head_dim)
         if self.device.type == "cuda":
-            self.attend = accept_int8_kv(self.attend)
+            self.attend = accept_quantized_kv(self.attend)
         self.prefix_attend: prefix.PrefixAttentionFunction = prefix.make_prefix_attention(self.attend)
         if self.tp_rank is not None:
             self.prefix_attend = self.tp_rank.gathered_attention(self.prefix_attend)

@@ -171,10 +171,10 @@ def check_kv_dtype(runner: TargetRunner, option: str, dtype: torch.dtype) -> Non
     elif device.type != "cuda":
         setup = f"{shape.dtype} on {device} ({runner.attention_path})"
         reason = f"other KV dtypes need a float32 model on a CPU with our kernels, and this one is {setup}"
-    elif dtype == torch.int8:
+    elif dtype in (torch.int8, INT4):
         return
     else:
-        reason = "on a GPU keys and values are in the model's dtype or in int8"
+        reason = "on a GPU keys and values are in the model's dtype, int8 or int4"
     advice = "leave it out"
     if for_view:
         advice += '; with view="all", which needs int8, take another view'

@@ -30,13 +30,14 @@ class QuantizedKV:
     Attributes:
         dtype: the name of the format, as a dtype.
         shape: (..., entries, head_dim).
+        tensors: the numbers and scales, as the format has them.
     """
 
     dtype: ClassVar[torch.dtype]
     shape: torch.Size
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         self.device, self.stride = tensors[0].device, tensors[0].stride
 
     def _with_tensors(self, *tensors: torch.Tensor) -> Self:
@@ -64,7 +65,7 @@ class QuantizedKV:
         raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Self:
-        return self._with_tensors(*(x[i] for x, i in zip(self._tensors, self._indices(index), strict=True)))
+        return self._with_tensors(*(x[i] for x, i in zip(self.tensors, self._indices(index), strict=True)))
 
     def __setitem__(self, index: Any, entries: torch.Tensor | QuantizedKV) -> None:
         """Writes entries: floats, quantized ones, or what :meth:`to_bytes` of the same format returned."""
@@ -72,12 +73,12 @@ class QuantizedKV:
             entries = self._from_bytes(entries)
         elif not isinstance(entries, type(self)):
             entries = self._quantize_like(entries if isinstance(entries, torch.Tensor) else entries.to(torch.float32))
-        for x, new, i in zip(self._tensors, entries._tensors, self._indices(index), strict=True):
+        for x, new, i in zip(self.tensors, entries.tensors, self._indices(index), strict=True):
             x[i] = new
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Applies a function that moves entries to each tensor (..., entries, size). It keeps the last dimension."""
-        return self._with_tensors(*map(fn, self._tensors))
+        return self._with_tensors(*map(fn, self.tensors))
 
     def index_select(self, dim: int, index: torch.Tensor) -> Self:
         """Does Tensor.index_select(); ``dim`` must be neither negative nor the last dimension."""
@@ -88,7 +89,7 @@ class QuantizedKV:
         return self.map(lambda x: x.transpose(first, second))
 
     def data_ptr(self) -> int:
-        return self._tensors[0].data_ptr()
+        return self.tensors[0].data_ptr()
 
     def zero_(self) -> Self:
         return self.map(torch.Tensor.zero_)
@@ -113,8 +114,7 @@ class Int8KV(QuantizedKV):
     def quantize(cls, x: torch.Tensor) -> Int8KV:
         """Quantizes floats (..., entries, head_dim). A NaN or infinite number makes its scale not finite."""
         x = x.float()
-        # The divisor is a tensor, because on a GPU torch replaces division by a Python number by a multiplication.
-        scales = x.abs().amax(-1) / torch.full((), 127.0, dtype=torch.float32, device=x.device)
+        scales = _divide_by_127(x.abs().amax(-1))
         tiny = torch.finfo(torch.float32).tiny  # avoids 0 / 0 in entries of zeros
         return cls((x / scales.clamp_min(tiny)[..., None]).round_().to(torch.int8), scales)
 
@@ -176,20 +176,19 @@ class Int4KV(QuantizedKV):
         x, head_dim = x.float(), x.shape[-1]
         layout = Int4Layout(head_dim, is_keys)
         half, packed = layout.half, layout.packed
-        codes, scales = list[torch.Tensor](), list[torch.Tensor]()
-        for start in range(0, packed, GROUP_PAIRS):
-            end = min(start + GROUP_PAIRS, packed)
-            pairs = torch.stack([x[..., start:end], x[..., half + start : half + end]], -2)  # (..., 2, pairs)
-            largest, smallest = pairs.amax((-2, -1)), pairs.amin((-2, -1))
-            scale = _cut_scale(torch.where(largest >= -smallest, largest, smallest) / -8, GROUP_SCALE_BYTES)
-            low, high = (_divide(pairs, scale[..., None, None]).clamp_(-8, 7) + 8).to(torch.uint8).unbind(-2)
-            codes.append(low | high << 4)
-            scales.append(scale[..., None].view(torch.uint8)[..., -GROUP_SCALE_BYTES:])
+        # (..., 2, groups, pairs); zeros beyond the last pair change no scale.
+        groups = torch.stack([x[..., :packed], x[..., half : half + packed]], -2)
+        groups = torch.nn.functional.pad(groups, (0, -packed % GROUP_PAIRS)).unflatten(-1, (-1, GROUP_PAIRS))
+        largest, smallest = groups.amax((-3, -1)), groups.amin((-3, -1))
+        scale = _cut_scale(torch.where(largest >= -smallest, largest, smallest) / -8, GROUP_SCALE_BYTES)
+        group_codes = (_divide(groups, scale[..., None, :, None]).clamp_(-8, 7) + 8).to(torch.uint8)
+        low, high = group_codes.flatten(-2)[..., :packed].unbind(-2)
+        codes, scales = [low | high << 4], [_scale_bytes(scale, GROUP_SCALE_BYTES)]
         if layout.slow_pairs:
             slow = torch.cat([x[..., packed:half], x[..., half + packed :]], -1)
-            scale = _cut_scale(slow.abs().amax(-1) / 127, SLOW_SCALE_BYTES)
-            codes.append(_divide(slow, scale[..., None]).clamp_(-127, 127).to(torch.int8).view(torch.uint8))
-            scales.append(scale[..., None].view(torch.uint8)[..., -SLOW_SCALE_BYTES:])
+            scale = _cut_scale(_divide_by_127(slow.abs().amax(-1, keepdim=True)), SLOW_SCALE_BYTES)
+            codes.append(_divide(slow, scale).clamp_(-127, 127).to(torch.int8).view(torch.uint8))
+            scales.append(_scale_bytes(scale, SLOW_SCALE_BYTES))
         return cls(torch.cat([*codes, *scales], -1), head_dim, is_keys)
 
     def _with_tensors(self, *tensors: torch.Tensor) -> Int4KV:
@@ -222,9 +221,20 @@ class Int4KV(QuantizedKV):
         return self._with_tensors(data)
 
 
+def _divide_by_127(x: torch.Tensor) -> torch.Tensor:
+    """Returns x / 127, with the same bits on all devices."""
+    # The divisor is a tensor, because on a GPU torch replaces division by a Python number by a multiplication.
+    return x / torch.full((), 127.0, dtype=torch.float32, device=x.device)
+
+
 def _cut_scale(scales: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """Clears all but the upper bytes of scales."""
     return (scales.view(torch.int32) & -1 << 8 * (4 - num_bytes)).view(torch.float32)
+
+
+def _scale_bytes(scales: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Returns the upper bytes (..., n * num_bytes) of scales (..., n)."""
+    return scales[..., None].view(torch.uint8)[..., -num_bytes:].flatten(-2)
 
 
 def _read_scales(scale_bytes: torch.Tensor, num_bytes: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ from longdraft.model.gpu.captured_forwards import (
     RoundInputs,
     TargetGraph,
 )
-from longdraft.native.quantized_kv import Int8KV, KVTensor
+from longdraft.native.quantized_kv import KVTensor, QuantizedKV
 
 logger = logging.getLogger("longdraft")
 
@@ -301,8 +301,8 @@ def _try_capture(backend: GraphBackend, capture: Callable[[GraphBackend], Any]) 
 
 def tensor_key(tensor: KVTensor) -> Hashable:
     """Returns the part of a graph's key that says which memory the graph reads and writes, in which layout."""
-    if isinstance(tensor, Int8KV):
-        return tensor_key(tensor.quants), tensor_key(tensor.scales)
+    if isinstance(tensor, QuantizedKV):
+        return tuple(map(tensor_key, tensor.tensors))
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
