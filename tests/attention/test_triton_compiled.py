@@ -40,7 +40,15 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
 
 
 PARTS = {"norm", "rope", "silu", "top_p"}
-IN_16_BITS = {"linear", "tree_attention", "dequantize", "prefix_attention", "path_attention", "merge_splits"}
+IN_16_BITS = {
+    "linear",
+    "tree_attention",
+    "dequantize_int8",
+    "dequantize_int4",
+    "prefix_attention",
+    "path_attention",
+    "merge_splits",
+}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
