@@ -163,8 +163,7 @@ void dequantize_int4_values(const byte *v, int64_t stride, int64_t d, int64_t n_
   for (int64_t j = 0; j < n_keys; j++, v += stride, out += d) {
     layout.for_each_group([&](int64_t first, int64_t end, int64_t scale_at) {
       const float scale = int4_scale<GROUP_SCALE_BYTES>(v + scale_at, 1);
-      const int64_t n = end - first == INT4_GROUP_PAIRS ? INT4_GROUP_PAIRS : end - first;  // a constant, as a rule
-      unpack_pairs(v + first, n, OneScale{scale}, out + first, out + layout.half + first);
+      unpack_pairs(v + first, end - first, OneScale{scale}, out + first, out + layout.half + first);
     });
   }
 }
