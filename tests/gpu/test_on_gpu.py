@@ -198,7 +198,7 @@ def test_requests_that_join_and_leave_equal_the_prompts_one_by_one(method, on_de
 
 
 def test_kv_in_int8_is_that_of_a_slightly_different_model(record_property):
-    """Logits of a tree behind a text are near those of 16 bits; methods write what plain decoding on that KV writes."""
+    """Logits of a tree behind a text are near those of 16 bits."""
     model, found = model_of(HALF), []
     for kv_dtype in (None, torch.int8) if GPU else (None, torch.float32):
         runner = TargetRunner(model, kv_dtype=kv_dtype)
@@ -212,8 +212,13 @@ def test_kv_in_int8_is_that_of_a_slightly_different_model(record_property):
     error = float((found[0] - found[1]).norm() / found[0].norm())
     record_property("found", {"apart": f"{error:.1e}"})
     assert error < 0.25  # a random model turns small errors into large ones: 0.09 on a CPU, of float32
-    spec = Speculator("prompt-lookup", target=model, plan="fixed", kv_dtype="int8" if GPU else None)
-    plain = Speculator("ar", target=model, kv_dtype="int8" if GPU else None)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_methods_write_what_plain_decoding_on_quantized_kv_writes(kv_dtype):
+    model, kv_dtype = model_of(HALF), kv_dtype if GPU else None
+    spec = Speculator("prompt-lookup", target=model, plan="fixed", kv_dtype=kv_dtype)
+    plain = Speculator("ar", target=model, kv_dtype=kv_dtype)
     for prompt in PROMPTS:
         ours, theirs = (s.generate([prompt], max_new_tokens=48)[0] for s in (spec, plain))
         difference = compare_outputs(spec.runner(), prompt, ours.token_ids, theirs.token_ids)
