@@ -42,11 +42,13 @@ def test_every_method_writes_what_plain_decoding_on_that_kv_writes(method, kv_dt
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
-    [slow(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"view_dtype": "int4"})],
+    ("dtype", "options", "least_accepted"),
+    [slow(torch.float32, {}, 2), (torch.bfloat16, {}, 2), (torch.bfloat16, {"view_dtype": "int4"}, 1.5)],
     ids=str,
 )
-def test_a_view_of_all_entries_in_fewer_bits_drafts_for_a_target_that_keeps_its_own(dtype, options, simulated_gpu):
+def test_a_view_of_all_entries_in_fewer_bits_drafts_for_a_target_that_keeps_its_own(
+    dtype, options, least_accepted, simulated_gpu
+):
     model = to_simulated_gpu(tiny_model(layers=2, dtype=dtype))
     spec = Speculator("quantspec", target=model, plan="fixed", **options)
     recorder = SimulatedGraphs(simulated_gpu)
@@ -54,7 +56,7 @@ def test_a_view_of_all_entries_in_fewer_bits_drafts_for_a_target_that_keeps_its_
     found = spec.generate(PROMPTS, **SETTINGS)
     assert [list(r.token_ids) for r in found] == tokens(Speculator("ar", target=model))
     assert all(r.exact for r in found) and spec.runner().kv_dtype == dtype
-    assert found[0].mean_accepted_length > 1.5
+    assert found[0].mean_accepted_length > least_accepted
 
 
 def test_what_a_gpu_does_not_keep_is_refused_with_what_serves_instead(simulated_gpu):
